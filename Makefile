@@ -1,0 +1,51 @@
+# sopdist: every target sets up what it needs. `make help` lists them.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+LOCKED  = $(shell grep -E '^$(1)==' requirements.lock)
+
+.PHONY: help env demo test lint format bench clean
+.DEFAULT_GOAL := help
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+env: $(READY) ## create .venv with the exact versions of requirements.lock
+
+$(READY): pyproject.toml requirements.lock
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
+		|| { echo "sopdist needs Python 3.10 or newer; name one with PYTHON=..., found: $$($(PYTHON) --version)"; exit 1; }
+	@echo "Setting up $(VENV) (a few minutes the first time: torch, DeepSpeed, DALI, ...)"
+	@$(PYTHON) -m venv $(VENV) || { echo "python's venv module is missing; on Debian: apt-get install python3-venv"; exit 1; }
+	@$(PIP) -c requirements.lock pip setuptools wheel ninja packaging numpy
+	@echo "  torch"
+	@$(PIP) $(call LOCKED,torch)
+	@echo "  deepspeed, which looks for torch while it builds"
+	@$(PIP) -c requirements.lock --no-build-isolation $(call LOCKED,deepspeed)
+	@echo "  everything else"
+	@$(PIP) -c requirements.lock --no-build-isolation --config-settings editable_mode=compat -e '.[demo,triton,data,train,dev]'
+	@touch $@
+
+demo: $(READY) ## train on 40% wrong labels with and without SOP, and name the wrong ones
+	@$(BIN)/sopdist demo
+
+test: $(READY) lint ## every check that fits in a few minutes
+	$(BIN)/python -m pytest -n 2
+
+lint: $(READY) ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(READY) ## rewrite the code in the house style
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(READY) ## cost of the noise table against its peers, and what the CUDA kernels compile to
+	$(BIN)/sopdist bench table
+	$(BIN)/sopdist bench kernels
+
+clean: ## remove the environment and all caches
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info

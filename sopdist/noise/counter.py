@@ -1,0 +1,122 @@
+"""Initial values of the noise table, as a pure function of (seed, sample, class).
+
+A value must not depend on who computes it: rank, layout, device or order. So nothing here has state. The integers are those of
+Philox-4x32-10, the generator behind `tl.randn`; the counter is (class // 4, sample, stream) and one call serves four
+neighbouring classes, as `tl.randn4x` does:
+
+    words(seed, i, k)   = philox(key = seed, counter = (k // 4, i mod 2^32, i div 2^32, stream))    four 32-bit words
+    normal(seed, i, k)  = word pair (0, 1) or (2, 3) -> Box-Muller -> cosine or sine, chosen by k mod 4
+
+The way from integers to normals differs from `tl.randn` on purpose:
+
+* `tl.randn` calls log and cos, whose last bits differ between a CPU and a GPU. Here they are polynomials made only of
+  additions, multiplications, one division and one square root, all of which IEEE 754 rounds in one way everywhere.
+* no draw is ever zero. The updates of u and v multiply, so a zero would be a row that can never learn.
+
+This file is the reference, in plain PyTorch; `kernels/triton_counter.py` is the same arithmetic for CUDA. It knows
+nothing of tables or losses.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from .rounding import sqrt_rounded
+
+INITIAL_STD = 1e-8
+V_STREAM = 0
+U_STREAM = 1
+
+# The largest |initial value|: Box-Muller's radius at the smallest uniform, 2^-24, is sqrt(48 ln 2) = 5.77.
+INITIAL_MAX = INITIAL_STD * math.sqrt(48 * math.log(2)) * (1 + 1e-6)
+
+_MASK = 0xFFFFFFFF
+_ROUND_A, _ROUND_B = 0xD2511F53, 0xCD9E8D57
+_KEY_A, _KEY_B = 0x9E3779B9, 0xBB67AE85
+_CHUNK = 1 << 15  # quadruples at a time: the int64 temporaries stay in the cache, which makes a table start 5x faster
+
+
+def philox(seed: int, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Philox-4x32-10 of int64 tensors that hold 32-bit counters; returns four int64 tensors of 32-bit words."""
+    k0, k1 = seed & _MASK, (seed >> 32) & _MASK
+    for _ in range(10):
+        # int64 products wrap modulo 2^64, so both halves of the 64-bit product come out right after masking.
+        high, low = c2 * _ROUND_B, c0 * _ROUND_A
+        c0 = ((high >> 32) & _MASK) ^ c1 ^ k0
+        c2 = ((low >> 32) & _MASK) ^ c3 ^ k1
+        c1 = high & _MASK
+        c3 = low & _MASK
+        k0 = (k0 + _KEY_A) & _MASK
+        k1 = (k1 + _KEY_B) & _MASK
+    return c0, c1, c2, c3
+
+
+def _box_muller(radius_word: Tensor, angle_word: Tensor) -> tuple[Tensor, Tensor]:
+    """Two independent standard normals (cosine, sine) from two words, in correctly rounded float32 steps."""
+    # 1. Odd integers in (0, 2^24): the uniforms are these over 2^24, never 0 and never 1. Exact in float32.
+    radius_odd = (radius_word >> 9) * 2 + 1
+    angle_odd = (angle_word >> 9) * 2 + 1
+
+    # 2. ln(odd / 2^24) = ln m + (e - 24) ln 2 with m in [sqrt(1/2), sqrt(2)), ln m = 2 atanh f by its series.
+    bits = radius_odd.to(torch.float32).view(torch.int32)
+    exponent = (bits >> 23) - (127 + 24)
+    mantissa = ((bits & 0x7FFFFF) | 0x3F800000).view(torch.float32)
+    high = mantissa > 1.41421354
+    mantissa = torch.where(high, mantissa * 0.5, mantissa)
+    exponent = (exponent + high).to(torch.float32)
+    f = (mantissa - 1.0) / (mantissa + 1.0)
+    s = f * f
+    series = ((((s * 0.11111111) + 0.14285715) * s + 0.2) * s + 0.33333334) * s + 1.0
+    log = exponent * 0.6931472 + (f * 2.0) * series
+    radius = sqrt_rounded(log * -2.0)
+
+    # 3. cos and sin of odd / 2^24 turns: the nearest quarter turn, and the rest in (-pi/4, pi/4) by Taylor.
+    quarter = (angle_odd + (1 << 21)) >> 22
+    y = (angle_odd - (quarter << 22)).to(torch.float32) * 3.7450704e-07  # 2 pi / 2^24
+    y2 = y * y
+    sine = ((((y2 * 2.7557319e-06) - 1.9841270e-04) * y2 + 8.3333338e-03) * y2 - 1.6666667e-01) * y2
+    sine = sine * y + y
+    cosine = ((((y2 * 2.4801588e-05) - 1.3888889e-03) * y2 + 4.1666668e-02) * y2 - 0.5) * y2 + 1.0
+    odd, quarter = (quarter & 1) == 1, quarter & 3
+    cos = torch.where(odd, sine, cosine)
+    sin = torch.where(odd, cosine, sine)
+    cos = torch.where((quarter == 1) | (quarter == 2), -cos, cos)
+    sin = torch.where(quarter >= 2, -sin, sin)
+    return radius * cos, radius * sin
+
+
+def _four_initials(seed: int, sample: Tensor, quad: Tensor, stream: int) -> Tensor:
+    """The initial values of classes 4*quad .. 4*quad + 3: a last axis of 4 on the shape of `sample`."""
+    constant = torch.full_like(sample, stream)
+    w0, w1, w2, w3 = philox(seed, quad, sample & _MASK, (sample >> 32) & _MASK, constant)
+    normals = torch.stack((*_box_muller(w0, w1), *_box_muller(w2, w3)), dim=-1)
+    return normals * INITIAL_STD
+
+
+def initial_u(seed: int, sample: Tensor) -> Tensor:
+    """Initial u of each sample number, float32, in the shape of `sample`."""
+    sample = sample.to(torch.int64)
+    return _four_initials(seed, sample, torch.zeros_like(sample), U_STREAM)[..., 0].contiguous()
+
+
+def initial_v(seed: int, sample: Tensor, class_: Tensor) -> Tensor:
+    """Initial v of (sample, class) pairs, float32; the two int tensors have one shape."""
+    sample, class_ = sample.to(torch.int64), class_.to(torch.int64)
+    four = _four_initials(seed, sample, class_ >> 2, V_STREAM)  # (..., 4)
+    return four.gather(-1, (class_ & 3).unsqueeze(-1)).squeeze(-1)
+
+
+def fill_initial_v(out: Tensor, seed: int, sample: Tensor) -> Tensor:
+    """Write the initial v of all classes of each sample into `out` (len(sample), K) and return it."""
+    classes = out.shape[1]
+    quads = torch.arange((classes + 3) // 4, device=out.device)  # (Q,)
+    rows = max(1, _CHUNK // len(quads))
+    for start in range(0, len(sample), rows):
+        part = sample[start : start + rows].to(torch.int64)
+        grid_sample, grid_quad = torch.broadcast_tensors(part[:, None], quads[None, :])  # (rows, Q)
+        four = _four_initials(seed, grid_sample, grid_quad, V_STREAM)  # (rows, Q, 4)
+        out[start : start + rows] = four.flatten(1)[:, :classes]
+    return out

@@ -1,0 +1,166 @@
+"""One pass over the logits on the GPU: loss, gradient of the logits, predicted class, pull on u.
+
+One program a sample. Up to ONE_TILE classes the row of logits is read once and stays in registers; a longer row
+(ImageNet-21k has 22,000) is walked three times in tiles, out of the cache. float32 inside whatever the logits are.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..rows import RowBlock
+from .facts import DROPPED, Facts, LossResult
+
+ONE_TILE = 8192
+_TILE = 4096
+_DROPPED = tl.constexpr(DROPPED)
+
+
+@triton.jit
+def _squares(v_ptr, class_ptr, row, cols, mask, K, M: tl.constexpr, SLOTS: tl.constexpr):
+    """min(v^2, 1) of the columns of one row; slots leave out what never moved (see `reference._minus_v_squared`)."""
+    if SLOTS:
+        q = tl.zeros_like(cols).to(tl.float32)
+        for slot in tl.static_range(M):
+            class_ = tl.load(class_ptr + row * M + slot).to(tl.int32)
+            v = tl.load(v_ptr + row * M + slot)
+            q = tl.where(cols == class_, tl.minimum(v * v, 1.0), q)
+    else:
+        v = tl.load(v_ptr + row * K + cols, mask=mask, other=0.0)
+        q = tl.minimum(v * v, 1.0)
+    return q
+
+
+@triton.jit
+def loss_kernel(
+    logits_ptr,  # (B, K), rows `logits_stride` apart
+    labels_ptr,  # (B,) int64
+    index_ptr,  # (B,) int64: the row of each sample
+    keep_ptr,  # (B,) uint8: 0 = drop
+    u_ptr,  # (R,)
+    v_ptr,  # (R, K) or (R, M)
+    class_ptr,  # (R, M) for slots
+    losses_ptr,  # (B,) float32
+    gradient_ptr,  # (B, K) float32
+    predicted_ptr,  # (B,) int32
+    cross_entropy_ptr,  # (B,) float32
+    margin_ptr,  # (B,) float32
+    pull_ptr,  # (B,) float32
+    logits_stride,
+    K,
+    eps,
+    M: tl.constexpr,
+    SLOTS: tl.constexpr,
+    RECLIP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WHOLE: tl.constexpr,  # the row fits in one block
+):
+    """Loss, gradient and facts of sample `program_id(0)`."""
+    i = tl.program_id(0).to(tl.int64)
+    row = tl.load(index_ptr + i)
+    y = tl.load(labels_ptr + i).to(tl.int32)
+    z_base = logits_ptr + i * logits_stride
+    z_y = tl.load(z_base + y).to(tl.float32)
+    lanes = tl.arange(0, BLOCK)
+    if WHOLE:
+        z = tl.load(z_base + lanes, mask=lanes < K, other=float("-inf")).to(tl.float32)
+
+    # 1. The strongest rival of the label (the lowest class on ties), the sum of exponentials, and whether all is finite.
+    rival = -1
+    z_rival = float("-inf")
+    lowest = float("inf")
+    top = z_y
+    denominator = 0.0
+    for start in range(0, K, BLOCK):
+        cols = start + lanes
+        if not WHOLE:
+            z = tl.load(z_base + cols, mask=cols < K, other=float("-inf")).to(tl.float32)
+        best, where = tl.max(
+            tl.where(cols == y, float("-inf"), z), axis=0, return_indices=True, return_indices_tie_break_left=True
+        )
+        rival = tl.where(best > z_rival, start + where, rival)
+        z_rival = tl.maximum(z_rival, best)
+        new_top = tl.maximum(top, z_rival)
+        denominator = denominator * tl.exp(top - new_top) + tl.sum(tl.exp(z - new_top), axis=0)
+        top = new_top
+        lowest = tl.minimum(lowest, tl.min(tl.where(cols < K, z, float("inf")), axis=0))
+    finite = (denominator == denominator) & (lowest > float("-inf")) & (top < float("inf"))
+    ok = finite & (tl.load(keep_ptr + i) != 0)
+    predicted = tl.where((z_y > z_rival) | ((z_y == z_rival) & (y < rival)), y, rival)
+
+    # 2. S = sum of max(w, eps), and the probability on classes that are not clipped.
+    p_y = tl.exp(z_y - top) / denominator
+    p_rival = tl.exp(z_rival - top) / denominator
+    u = tl.load(u_ptr + row)
+    w_y = p_y + tl.minimum(u * u, 1.0)
+    total = 0.0
+    p_live = 0.0
+    for start in range(0, K, BLOCK):
+        cols = start + lanes
+        mask = cols < K
+        if not WHOLE:
+            z = tl.load(z_base + cols, mask=mask, other=float("-inf")).to(tl.float32)
+        p = tl.exp(z - top) / denominator
+        w = tl.where(cols == y, w_y, p - _squares(v_ptr, class_ptr, row, cols, mask, K, M, SLOTS))
+        total += tl.sum(tl.where(mask, tl.maximum(w, eps), 0.0), axis=0)
+        p_live += tl.sum(tl.where(mask & (w > eps), p, 0.0), axis=0)
+
+    # 3. dloss/dz_k = p_k ([w_k > eps]/S - mean) - [k = y, w_y > eps] p_y/c_y
+    c_y = tl.maximum(w_y, eps)
+    live_y = w_y > eps
+    loss = tl.log(total) - tl.log(c_y)
+    own = tl.where(live_y, p_y / c_y, 0.0)
+    mean = p_live / total - own
+    pull = tl.where(live_y, 1.0 / c_y - 1.0 / total, 0.0)
+    moves = ok
+    if RECLIP:
+        clipped = c_y / total < eps
+        loss = tl.where(clipped, -tl.log(eps), loss)
+        pull = tl.where(clipped, 0.0, pull)
+        moves = ok & (clipped == 0)
+    for start in range(0, K, BLOCK):
+        cols = start + lanes
+        mask = cols < K
+        if not WHOLE:
+            z = tl.load(z_base + cols, mask=mask, other=float("-inf")).to(tl.float32)
+        p = tl.exp(z - top) / denominator
+        w = tl.where(cols == y, w_y, p - _squares(v_ptr, class_ptr, row, cols, mask, K, M, SLOTS))
+        gradient = p * (tl.where(w > eps, 1.0 / total, 0.0) - mean) - tl.where(cols == y, own, 0.0)
+        tl.store(gradient_ptr + i * K + cols, tl.where(moves, gradient, 0.0), mask=mask)
+
+    tl.store(losses_ptr + i, tl.where(ok, loss, 0.0))
+    tl.store(predicted_ptr + i, tl.where(ok, predicted, _DROPPED))
+    tl.store(cross_entropy_ptr + i, (top - z_y) + tl.log(denominator))
+    tl.store(margin_ptr + i, p_y - p_rival)
+    tl.store(pull_ptr + i, pull)
+
+
+def launch_shape(num_classes: int) -> tuple[int, int]:
+    """Block size and warps for this many classes: at most 16 logits a thread stay in registers."""
+    block = max(128, triton.next_power_of_2(num_classes)) if num_classes <= ONE_TILE else _TILE
+    return block, min(16, max(1, block // 256))
+
+
+def fused_loss(
+    logits: Tensor, labels: Tensor, index: Tensor, block: RowBlock, keep: Tensor | None, *, eps: float, reclip: bool
+) -> LossResult:
+    """See `reference.fused_loss`."""
+    batch, classes = logits.shape
+    if logits.stride(1) != 1:
+        logits = logits.contiguous()
+    device = logits.device
+    losses, cross_entropy, margin, pull = torch.empty(4, batch, device=device)
+    predicted = torch.empty(batch, dtype=torch.int32, device=device)
+    gradient = torch.empty(batch, classes, device=device)
+    kept = torch.ones(batch, dtype=torch.uint8, device=device) if keep is None else keep.to(torch.uint8)
+    size, warps = launch_shape(classes)
+    loss_kernel[(batch,)](
+        logits, labels, index, kept,
+        block.u, block.v, block.v if block.classes is None else block.classes,
+        losses, gradient, predicted, cross_entropy, margin, pull,
+        logits.stride(0), classes, eps,
+        M=block.v.shape[1] if block.classes is not None else 1, SLOTS=block.classes is not None, RECLIP=reclip,
+        BLOCK=size, WHOLE=classes <= size, num_warps=warps,
+    )  # fmt: skip
+    return LossResult(losses, gradient, Facts(predicted, cross_entropy, margin, pull))

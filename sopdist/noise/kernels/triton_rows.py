@@ -1,0 +1,206 @@
+"""One pass over the touched rows on the GPU: the update of u, v and the running means.
+
+Every operation is an IEEE one (`div_rn`, `sqrt_rn`, no fused multiply-add), in the order of `reference`, so that a row ends with
+the same bits on a CPU and on a GPU.
+
+Duplicates need no sorting and no atomics: the program of a sample whose row came earlier in the batch does nothing, the
+first one visits the row for all of them, in batch order.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..rates import Step
+from ..rows import NoiseTable
+from .facts import DROPPED, Facts
+from .triton_counter import initial_v
+
+FLOW, PAPER, OFFICIAL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+RULES = {"flow": 0, "paper": 1, "official": 2}
+SCAN = 1024  # how much of the batch's index is searched at a time
+_DROPPED = tl.constexpr(DROPPED)
+
+
+@triton.jit
+def _next_visit(index_ptr, row, after, B, SCAN: tl.constexpr):
+    """The first position past `after` whose sample has this row, or B."""
+    found = B
+    start = after + 1
+    while (start < B) & (found == B):
+        at = start + tl.arange(0, SCAN)
+        same = tl.load(index_ptr + at, mask=at < B, other=-1) == row
+        found = tl.min(tl.where(same, at, B), axis=0)
+        start += SCAN
+    return found
+
+
+@triton.jit
+def _signed_root(q, x):
+    return tl.where(x < 0, -tl.sqrt_rn(q), tl.sqrt_rn(q))
+
+
+@triton.jit
+def _euler(x, q, new, RULE: tl.constexpr):
+    """Paper: project onto [-1, 1]. Official: an entry whose square is past 1 gets no gradient."""
+    if RULE == PAPER:
+        return tl.minimum(tl.maximum(new, -1.0), 1.0)
+    else:  # noqa: RET505 - a compile-time branch
+        return tl.where(q > 1.0, x, new)
+
+
+@triton.jit
+def _grow(x, rate_v, rate_u, RULE: tl.constexpr):
+    """An entry that the network contradicts: h = 1."""
+    q = x * x
+    if RULE == FLOW:
+        return _signed_root(tl.math.div_rn(q, q + (1.0 - q) * rate_u), x)
+    else:  # noqa: RET505
+        return _euler(x, q, x + (x * rate_v) * (1.0 - q), RULE)
+
+
+@triton.jit
+def _shrink(x, rate_v, RULE: tl.constexpr):
+    """An entry that the network does not contradict: h = 0."""
+    q = x * x
+    if RULE == FLOW:
+        return _signed_root(tl.math.div_rn(q, 1.0 + q * rate_v), x)
+    else:  # noqa: RET505
+        return _euler(x, q, x - (x * rate_v) * q, RULE)
+
+
+@triton.jit
+def _next_u(u, wrong, pull, rate_v, rate_u, RULE: tl.constexpr):
+    if RULE == FLOW:
+        return tl.where(wrong, _grow(u, rate_v, rate_u, RULE), _shrink(u, rate_v, RULE))
+    else:  # noqa: RET505
+        q = u * u
+        if RULE == OFFICIAL:
+            pull = pull - 2.0 * tl.where(wrong, q - 1.0, q)
+        return _euler(u, q, u + (u * rate_u) * pull, RULE)
+
+
+@triton.jit
+def _visit_scalars(
+    first, row, u_ptr, mean_loss_ptr, mean_margin_ptr, visits_ptr,
+    index_ptr, labels_ptr, predicted_ptr, loss_ptr, margin_ptr, pull_ptr,
+    B, rate_v, rate_u, RULE: tl.constexpr, SCAN: tl.constexpr,
+):  # fmt: skip
+    """All visits of one row to its u and running means."""
+    u = tl.load(u_ptr + row)
+    mean_loss = tl.load(mean_loss_ptr + row)
+    mean_margin = tl.load(mean_margin_ptr + row)
+    visits = tl.load(visits_ptr + row)
+    at = first
+    while at < B:
+        predicted = tl.load(predicted_ptr + at)
+        if predicted != _DROPPED:
+            visits += 1
+            count = visits.to(tl.float32)
+            mean_loss += tl.math.div_rn(tl.load(loss_ptr + at) - mean_loss, count)
+            mean_margin += tl.math.div_rn(tl.load(margin_ptr + at) - mean_margin, count)
+            wrong = predicted != tl.load(labels_ptr + at).to(tl.int32)
+            u = _next_u(u, wrong, tl.load(pull_ptr + at), rate_v, rate_u, RULE)
+        at = _next_visit(index_ptr, row, at, B, SCAN)
+    tl.store(u_ptr + row, u)
+    tl.store(mean_loss_ptr + row, mean_loss)
+    tl.store(mean_margin_ptr + row, mean_margin)
+    tl.store(visits_ptr + row, visits)
+
+
+@triton.jit
+def dense_rows_kernel(
+    u_ptr, v_ptr, mean_loss_ptr, mean_margin_ptr, visits_ptr,  # the table, (R,) and (R, K)
+    index_ptr, labels_ptr, predicted_ptr, loss_ptr, margin_ptr, pull_ptr,  # the batch, (B,) each
+    B, K, rate_v, rate_u, RULE: tl.constexpr, BLOCK: tl.constexpr, SCAN: tl.constexpr,
+):  # fmt: skip
+    """Program (i, t): columns t * BLOCK ... of the row of sample i."""
+    i = tl.program_id(0)
+    row = tl.load(index_ptr + i)
+    if _next_visit(index_ptr, row, -1, B, SCAN) == i:
+        if tl.program_id(1) == 0:
+            _visit_scalars(
+                i, row, u_ptr, mean_loss_ptr, mean_margin_ptr, visits_ptr,
+                index_ptr, labels_ptr, predicted_ptr, loss_ptr, margin_ptr, pull_ptr, B, rate_v, rate_u, RULE, SCAN,
+            )  # fmt: skip
+        cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        v = tl.load(v_ptr + row * K + cols, mask=cols < K, other=0.0)
+        at = i
+        while at < B:
+            predicted = tl.load(predicted_ptr + at)
+            label = tl.load(labels_ptr + at).to(tl.int32)
+            new = tl.where(cols == predicted, _grow(v, rate_v, rate_u, RULE), _shrink(v, rate_v, RULE))
+            v = tl.where((cols == label) | (predicted == _DROPPED), v, new)
+            at = _next_visit(index_ptr, row, at, B, SCAN)
+        tl.store(v_ptr + row * K + cols, v, mask=cols < K)
+
+
+@triton.jit
+def slots_rows_kernel(
+    u_ptr, v_ptr, class_ptr, mean_loss_ptr, mean_margin_ptr, visits_ptr, evictions_ptr, evicted_ptr,  # the table
+    index_ptr, labels_ptr, predicted_ptr, loss_ptr, margin_ptr, pull_ptr,  # the batch, (B,) each
+    B, seed, sample_first, sample_stride, rate_v, rate_u,
+    RULE: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr, SCAN: tl.constexpr,
+):  # fmt: skip
+    """Program i: the M slots of the row of sample i, in a block of the next power of two."""
+    i = tl.program_id(0)
+    row = tl.load(index_ptr + i)
+    if _next_visit(index_ptr, row, -1, B, SCAN) == i:
+        _visit_scalars(
+            i, row, u_ptr, mean_loss_ptr, mean_margin_ptr, visits_ptr,
+            index_ptr, labels_ptr, predicted_ptr, loss_ptr, margin_ptr, pull_ptr, B, rate_v, rate_u, RULE, SCAN,
+        )  # fmt: skip
+        slots = tl.arange(0, BLOCK)
+        real = slots < M
+        classes = tl.load(class_ptr + row * M + slots, mask=real, other=-2).to(tl.int32)
+        v = tl.load(v_ptr + row * M + slots, mask=real, other=0.0)
+        evictions = tl.load(evictions_ptr + row)
+        evicted = tl.load(evicted_ptr + row)
+        at = i
+        while at < B:
+            predicted = tl.load(predicted_ptr + at)
+            label = tl.load(labels_ptr + at).to(tl.int32)
+            if predicted != _DROPPED:
+                hit = classes == predicted
+                new = tl.where(hit, _grow(v, rate_v, rate_u, RULE), _shrink(v, rate_v, RULE))
+                v = tl.where((classes < 0) | (classes == label), v, new)
+                # A class predicted for the first time takes the first free slot, or that of the smallest |v|.
+                if (predicted != label) & (tl.max(hit.to(tl.int32), axis=0) == 0):
+                    size = tl.where(classes == -1, -1.0, tl.where(real, tl.abs(v), float("inf")))
+                    smallest, place = tl.min(size, axis=0, return_indices=True, return_indices_tie_break_left=True)
+                    if smallest >= 0.0:
+                        evictions += 1
+                        evicted = tl.maximum(evicted, smallest * smallest)
+                    start = initial_v(seed, row * sample_stride + sample_first, predicted)
+                    classes = tl.where(slots == place, predicted, classes)
+                    v = tl.where(slots == place, _grow(start, rate_v, rate_u, RULE), v)
+            at = _next_visit(index_ptr, row, at, B, SCAN)
+        tl.store(class_ptr + row * M + slots, classes.to(class_ptr.dtype.element_ty), mask=real)
+        tl.store(v_ptr + row * M + slots, v, mask=real)
+        tl.store(evictions_ptr + row, evictions)
+        tl.store(evicted_ptr + row, evicted)
+
+
+def dense_launch_shape(num_classes: int) -> tuple[int, int]:
+    """Columns a program takes, and its warps."""
+    block = min(1024, max(32, triton.next_power_of_2(num_classes)))
+    return block, max(1, block // 256)
+
+
+def update_rows(table: NoiseTable, index: Tensor, labels: Tensor, facts: Facts, step: Step) -> None:
+    """See `reference.update_rows`."""
+    batch = len(index)
+    visits = (index, labels, *facts)
+    options = {"RULE": RULES[step.rule], "SCAN": SCAN, "enable_fp_fusion": False}
+    if table.classes is None:
+        block, warps = dense_launch_shape(table.num_classes)
+        dense_rows_kernel[(batch, triton.cdiv(table.num_classes, block))](
+            table.u, table.v, table.mean_loss, table.mean_margin, table.visits,
+            *visits, batch, table.num_classes, step.v, step.u, BLOCK=block, num_warps=warps, **options,
+        )  # fmt: skip
+    else:
+        slots_rows_kernel[(batch,)](
+            table.u, table.v, table.classes, table.mean_loss, table.mean_margin, table.visits, table.evictions, table.evicted,
+            *visits, batch, table.seed, table.first, table.stride, step.v, step.u,
+            M=table.slots, BLOCK=max(2, triton.next_power_of_2(table.slots)), num_warps=1, **options,
+        )  # fmt: skip

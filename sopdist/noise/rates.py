@@ -1,0 +1,147 @@
+"""How fast a row learns: the three update rules of u and v, as settings a person writes and as numbers a kernel reads.
+
+For one entry, h says whether the network contradicts the label there: for v_k, h = 1 where k is the predicted class; for u,
+h = 1 where the predicted class is not the label. q is the square of the entry.
+
+    flow      dq/dt = 8 q (h - q), solved exactly over one visit of length T / 8 with T = ln(1e16) / visits:
+                  h = 1:  q <- q / (q + (1 - q) e^-T)          logit(q) grows by T
+                  h = 0:  q <- q / (1 + T q)                   1/q grows by T
+    paper     v <- clip(v + 4 alpha_v tau v (h - v^2), -1, 1)
+              u <- clip(u + 2 alpha_u tau u pull,      -1, 1)  pull = 1/w_y - 1/S, so dl_CE/du = -2 u pull
+    official  v <- v + 4 lr_v/B v (h - v^2)                    nothing moves once its square is past 1
+              u <- u + 2 lr_u/B u (pull - 2 (1 - h + u^2 - 1))
+
+The initial values are about 1e-8, so an entry passes ln(1e16) = 36.8 units of logit(q) before it weighs one half.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from .counter import INITIAL_STD
+
+Rule = Literal["flow", "paper", "official"]
+
+_LOGIT_TO_ACTIVE = -2 * math.log(INITIAL_STD)  # from q = 1e-16 to q = 1/2
+
+
+class Step(NamedTuple):
+    """What the row kernels need to know of a rule: its name and one number each for v and u."""
+
+    rule: Rule
+    v: float  # flow: T            paper, official: 4 x step of v
+    u: float  # flow: exp(-T)      paper, official: 2 x step of u
+
+
+def _check_rate(name: str, value: float, *, zero_ok: bool) -> None:
+    if not (math.isfinite(value) and (value > 0 or (zero_ok and value == 0))):
+        raise ValueError(f"{name} must be a finite number {'>= 0' if zero_ok else '> 0'}, got {value!r}")
+
+
+@dataclass(frozen=True)
+class Flow:
+    """The default. `visits`: after how many visits of steady disagreement a label is explained away."""
+
+    visits: float = 4.0
+
+    def __post_init__(self) -> None:
+        _check_rate("visits", self.visits, zero_ok=False)
+
+    def step(self) -> Step:
+        """Numbers for the row kernels."""
+        time = _LOGIT_TO_ACTIVE / self.visits
+        return Step("flow", time, math.exp(-time))
+
+    def visits_to_activate(self) -> float:
+        """Visits of steady disagreement until v^2 = 1/2, from a start of one standard deviation."""
+        return self.visits
+
+
+@dataclass(frozen=True)
+class Paper:
+    """Projected steps of the paper: `alpha_u`, `alpha_v` times `tau`, the network's current learning rate."""
+
+    alpha_u: float = 10.0
+    alpha_v: float = 10.0
+    tau: float = 0.02
+
+    def __post_init__(self) -> None:
+        for name in ("alpha_u", "alpha_v", "tau"):
+            _check_rate(name, getattr(self, name), zero_ok=True)
+
+    def step(self) -> Step:
+        """Numbers for the row kernels."""
+        return Step("paper", 4 * self.alpha_v * self.tau, 2 * self.alpha_u * self.tau)
+
+    def visits_to_activate(self) -> float:
+        """Visits of steady disagreement until v^2 = 1/2, at the current tau."""
+        return _euler_visits(self.step().v)
+
+
+@dataclass(frozen=True)
+class Official:
+    """The authors' published code: absolute rates, divided by the batch size they were tuned for."""
+
+    lr_u: float = 1.0
+    lr_v: float = 10.0
+    batch_size: int = 128
+
+    def __post_init__(self) -> None:
+        for name in ("lr_u", "lr_v"):
+            _check_rate(name, getattr(self, name), zero_ok=True)
+        if self.batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, got {self.batch_size!r}")
+
+    def step(self) -> Step:
+        """Numbers for the row kernels."""
+        return Step("official", 4 * self.lr_v / self.batch_size, 2 * self.lr_u / self.batch_size)
+
+    def visits_to_activate(self) -> float:
+        """Visits of steady disagreement until v^2 = 1/2."""
+        return _euler_visits(self.step().v)
+
+
+Rates = Flow | Paper | Official
+VARIANTS: dict[str, type[Flow] | type[Paper] | type[Official]] = {"flow": Flow, "paper": Paper, "official": Official}
+
+
+def _euler_visits(gain: float) -> float:
+    """Steps of v <- v + gain v (1 - v^2) from 1e-8 until v^2 >= 1/2."""
+    if gain == 0:
+        return math.inf
+    if gain < 1e-3:  # then one step is the flow over T = 2 gain, to four digits
+        return _LOGIT_TO_ACTIVE / (2 * gain)
+    v, visits = INITIAL_STD, 0
+    while v * v < 0.5:
+        v += gain * v * (1 - v * v)
+        visits += 1
+    return float(visits)
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """When the noise table will have explained away a label that the network keeps contradicting."""
+
+    visits: float
+    epochs: float
+
+    @property
+    def activates(self) -> bool:
+        """Whether that happens within the planned epochs, at one visit an epoch."""
+        return self.visits <= self.epochs
+
+    def __str__(self) -> str:
+        visits = "never" if math.isinf(self.visits) else f"after about {self.visits:,.4g} visits"
+        plan = f"{self.epochs:g} epochs of one visit each are planned"
+        if self.activates:
+            return f"a steadily contradicted label is explained away {visits}; {plan}"
+        return (
+            f"the noise table cannot act: a steadily contradicted label is explained away {visits}, but {plan}. "
+            "Training will behave like plain cross-entropy. Raise the rates, or use variant='flow' with visits=4."
+        )
+
+
+class InactiveTableWarning(UserWarning):
+    """The chosen rates are too small for the noise table to matter within the planned epochs."""
