@@ -19,6 +19,8 @@ from .facts import DROPPED, Facts, LossResult
 
 __all__ = ["DROPPED", "Facts", "Kernels", "LossResult", "choose_kernels"]
 
+_HAVE_TRITON = importlib.util.find_spec("triton") is not None
+
 
 class Kernels(Protocol):
     """The two operations that each implementation offers; `reference` documents them."""
@@ -47,12 +49,11 @@ def choose_kernels(device: torch.device, dtype: torch.dtype = torch.float32) -> 
     wanted = os.environ.get("SOPDIST_KERNELS", "")
     if wanted not in ("", "reference", "triton"):
         raise ValueError(f"SOPDIST_KERNELS must be 'reference' or 'triton', got {wanted!r}")
-    have = importlib.util.find_spec("triton") is not None
-    if wanted == "triton" and not have:
+    if wanted == "triton" and not _HAVE_TRITON:
         raise RuntimeError("SOPDIST_KERNELS=triton, but Triton is not installed: pip install 'sopdist[triton]'")
     if wanted == "triton" and device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         raise RuntimeError("SOPDIST_KERNELS=triton on CPU tensors needs Triton's interpreter: set TRITON_INTERPRET=1")
-    if dtype != torch.float64 and (wanted == "triton" or (not wanted and have and device.type == "cuda")):
+    if dtype != torch.float64 and (wanted == "triton" or (not wanted and _HAVE_TRITON and device.type == "cuda")):
         from . import triton_kernels
 
         return triton_kernels

@@ -12,15 +12,16 @@ DROPPED = -1
 class Facts(NamedTuple):
     """All that a row needs to know of one visit of its sample, (B,) each: a few bytes, whatever the number of classes."""
 
-    predicted: Tensor  # int32: the class of the largest logit, the lowest on ties; DROPPED = leave the row alone
+    predicted: Tensor  # int64: the class of the largest logit, the lowest on ties; DROPPED = leave the row alone
     loss: Tensor  # float32: -log p_y, the network's own cross-entropy
     margin: Tensor  # float32: p_y - the largest other p, in [-1, 1]
     pull: Tensor  # float32: 1/w_y - 1/S, or 0 where the loss is clipped; dl_CE/du = -2 u pull
 
 
 class LossResult(NamedTuple):
-    """One pass over the logits: the loss of each sample (B,), its gradient (B, K), and the facts for the rows."""
+    """One pass over the logits: the loss of each sample (B,), and dloss/dlogits = gradient (B, K) x scale (B, 1)."""
 
     losses: Tensor
     gradient: Tensor
+    scale: Tensor
     facts: Facts

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..rows import RowBlock
 from .facts import DROPPED, Facts, LossResult
 
-ONE_TILE = 8192
+ONE_TILE = 4096
 _TILE = 4096
 _DROPPED = tl.constexpr(DROPPED)
 
@@ -42,8 +42,9 @@ def loss_kernel(
     v_ptr,  # (R, K) or (R, M)
     class_ptr,  # (R, M) for slots
     losses_ptr,  # (B,) float32
-    gradient_ptr,  # (B, K) float32
-    predicted_ptr,  # (B,) int32
+    gradient_ptr,  # (B, K) float32, up to the factor in `scale`
+    scale_ptr,  # (B,) float32
+    predicted_ptr,  # (B,) int64
     cross_entropy_ptr,  # (B,) float32
     margin_ptr,  # (B,) float32
     pull_ptr,  # (B,) float32
@@ -69,7 +70,7 @@ def loss_kernel(
     # 1. The strongest rival of the label (the lowest class on ties), the sum of exponentials, and whether all is finite.
     rival = -1
     z_rival = float("-inf")
-    lowest = float("inf")
+    sum_z = 0.0
     top = z_y
     denominator = 0.0
     for start in range(0, K, BLOCK):
@@ -84,8 +85,8 @@ def loss_kernel(
         new_top = tl.maximum(top, z_rival)
         denominator = denominator * tl.exp(top - new_top) + tl.sum(tl.exp(z - new_top), axis=0)
         top = new_top
-        lowest = tl.minimum(lowest, tl.min(tl.where(cols < K, z, float("inf")), axis=0))
-    finite = (denominator == denominator) & (lowest > float("-inf")) & (top < float("inf"))
+        sum_z += tl.sum(tl.where(cols < K, z, 0.0), axis=0)
+    finite = tl.abs(sum_z) < float("inf")  # one NaN or infinity makes the sum one
     ok = finite & (tl.load(keep_ptr + i) != 0)
     predicted = tl.where((z_y > z_rival) | ((z_y == z_rival) & (y < rival)), y, rival)
 
@@ -106,12 +107,12 @@ def loss_kernel(
         total += tl.sum(tl.where(mask, tl.maximum(w, eps), 0.0), axis=0)
         p_live += tl.sum(tl.where(mask & (w > eps), p, 0.0), axis=0)
 
-    # 3. dloss/dz_k = p_k ([w_k > eps]/S - mean) - [k = y, w_y > eps] p_y/c_y
+    # 3. S dloss/dz_k = p_k ([w_k > eps] - mean) - [k = y, w_y > eps] S p_y/c_y
     c_y = tl.maximum(w_y, eps)
     live_y = w_y > eps
     loss = tl.log(total) - tl.log(c_y)
-    own = tl.where(live_y, p_y / c_y, 0.0)
-    mean = p_live / total - own
+    own = tl.where(live_y, total / c_y * p_y, 0.0)
+    mean = p_live - own
     pull = tl.where(live_y, 1.0 / c_y - 1.0 / total, 0.0)
     moves = ok
     if RECLIP:
@@ -126,10 +127,11 @@ def loss_kernel(
             z = tl.load(z_base + cols, mask=mask, other=float("-inf")).to(tl.float32)
         p = tl.exp(z - top) / denominator
         w = tl.where(cols == y, w_y, p - _squares(v_ptr, class_ptr, row, cols, mask, K, M, SLOTS))
-        gradient = p * (tl.where(w > eps, 1.0 / total, 0.0) - mean) - tl.where(cols == y, own, 0.0)
+        gradient = p * (tl.where(w > eps, 1.0, 0.0) - mean) - tl.where(cols == y, own, 0.0)
         tl.store(gradient_ptr + i * K + cols, tl.where(moves, gradient, 0.0), mask=mask)
 
     tl.store(losses_ptr + i, tl.where(ok, loss, 0.0))
+    tl.store(scale_ptr + i, tl.where(ok, 1.0 / total, 0.0))
     tl.store(predicted_ptr + i, tl.where(ok, predicted, _DROPPED))
     tl.store(cross_entropy_ptr + i, (top - z_y) + tl.log(denominator))
     tl.store(margin_ptr + i, p_y - p_rival)
@@ -137,7 +139,7 @@ def loss_kernel(
 
 
 def launch_shape(num_classes: int) -> tuple[int, int]:
-    """Block size and warps for this many classes: at most 16 logits a thread stay in registers."""
+    """Block size and warps for this many classes: at most 8 logits a thread stay in registers."""
     block = max(128, triton.next_power_of_2(num_classes)) if num_classes <= ONE_TILE else _TILE
     return block, min(16, max(1, block // 256))
 
@@ -150,17 +152,17 @@ def fused_loss(
     if logits.stride(1) != 1:
         logits = logits.contiguous()
     device = logits.device
-    losses, cross_entropy, margin, pull = torch.empty(4, batch, device=device)
-    predicted = torch.empty(batch, dtype=torch.int32, device=device)
+    losses, scale, cross_entropy, margin, pull = torch.empty(5, batch, device=device)
+    predicted = torch.empty(batch, dtype=torch.int64, device=device)
     gradient = torch.empty(batch, classes, device=device)
     kept = torch.ones(batch, dtype=torch.uint8, device=device) if keep is None else keep.to(torch.uint8)
     size, warps = launch_shape(classes)
     loss_kernel[(batch,)](
         logits, labels, index, kept,
         block.u, block.v, block.v if block.classes is None else block.classes,
-        losses, gradient, predicted, cross_entropy, margin, pull,
+        losses, gradient, scale, predicted, cross_entropy, margin, pull,
         logits.stride(0), classes, eps,
         M=block.v.shape[1] if block.classes is not None else 1, SLOTS=block.classes is not None, RECLIP=reclip,
-        BLOCK=size, WHOLE=classes <= size, num_warps=warps,
+        BLOCK=size, WHOLE=classes <= size, num_warps=warps, enable_fp_fusion=True,
     )  # fmt: skip
-    return LossResult(losses, gradient, Facts(predicted, cross_entropy, margin, pull))
+    return LossResult(losses, gradient, scale, Facts(predicted, cross_entropy, margin, pull))

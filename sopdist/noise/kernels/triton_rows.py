@@ -18,7 +18,7 @@ from .triton_counter import initial_v
 
 FLOW, PAPER, OFFICIAL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 RULES = {"flow": 0, "paper": 1, "official": 2}
-SCAN = 1024  # how much of the batch's index is searched at a time
+MAX_SCAN = 1024  # how much of the batch's index is searched at a time
 _DROPPED = tl.constexpr(DROPPED)
 
 
@@ -50,29 +50,19 @@ def _euler(x, q, new, RULE: tl.constexpr):
 
 
 @triton.jit
-def _grow(x, rate_v, rate_u, RULE: tl.constexpr):
-    """An entry that the network contradicts: h = 1."""
+def _advance(x, h, rate_v, rate_u, RULE: tl.constexpr):
+    """Entries of v after a visit; h: whether the network contradicts the label there."""
     q = x * x
     if RULE == FLOW:
-        return _signed_root(tl.math.div_rn(q, q + (1.0 - q) * rate_u), x)
+        return _signed_root(tl.math.div_rn(q, tl.where(h, q + (1.0 - q) * rate_u, 1.0 + q * rate_v)), x)
     else:  # noqa: RET505
-        return _euler(x, q, x + (x * rate_v) * (1.0 - q), RULE)
-
-
-@triton.jit
-def _shrink(x, rate_v, RULE: tl.constexpr):
-    """An entry that the network does not contradict: h = 0."""
-    q = x * x
-    if RULE == FLOW:
-        return _signed_root(tl.math.div_rn(q, 1.0 + q * rate_v), x)
-    else:  # noqa: RET505
-        return _euler(x, q, x - (x * rate_v) * q, RULE)
+        return _euler(x, q, x + (x * rate_v) * tl.where(h, 1.0 - q, -q), RULE)
 
 
 @triton.jit
 def _next_u(u, wrong, pull, rate_v, rate_u, RULE: tl.constexpr):
     if RULE == FLOW:
-        return tl.where(wrong, _grow(u, rate_v, rate_u, RULE), _shrink(u, rate_v, RULE))
+        return _advance(u, wrong, rate_v, rate_u, RULE)
     else:  # noqa: RET505
         q = u * u
         if RULE == OFFICIAL:
@@ -93,7 +83,7 @@ def _visit_scalars(
     visits = tl.load(visits_ptr + row)
     at = first
     while at < B:
-        predicted = tl.load(predicted_ptr + at)
+        predicted = tl.load(predicted_ptr + at).to(tl.int32)
         if predicted != _DROPPED:
             visits += 1
             count = visits.to(tl.float32)
@@ -127,9 +117,9 @@ def dense_rows_kernel(
         v = tl.load(v_ptr + row * K + cols, mask=cols < K, other=0.0)
         at = i
         while at < B:
-            predicted = tl.load(predicted_ptr + at)
+            predicted = tl.load(predicted_ptr + at).to(tl.int32)
             label = tl.load(labels_ptr + at).to(tl.int32)
-            new = tl.where(cols == predicted, _grow(v, rate_v, rate_u, RULE), _shrink(v, rate_v, RULE))
+            new = _advance(v, cols == predicted, rate_v, rate_u, RULE)
             v = tl.where((cols == label) | (predicted == _DROPPED), v, new)
             at = _next_visit(index_ptr, row, at, B, SCAN)
         tl.store(v_ptr + row * K + cols, v, mask=cols < K)
@@ -158,11 +148,11 @@ def slots_rows_kernel(
         evicted = tl.load(evicted_ptr + row)
         at = i
         while at < B:
-            predicted = tl.load(predicted_ptr + at)
+            predicted = tl.load(predicted_ptr + at).to(tl.int32)
             label = tl.load(labels_ptr + at).to(tl.int32)
             if predicted != _DROPPED:
                 hit = classes == predicted
-                new = tl.where(hit, _grow(v, rate_v, rate_u, RULE), _shrink(v, rate_v, RULE))
+                new = _advance(v, hit, rate_v, rate_u, RULE)
                 v = tl.where((classes < 0) | (classes == label), v, new)
                 # A class predicted for the first time takes the first free slot, or that of the smallest |v|.
                 if (predicted != label) & (tl.max(hit.to(tl.int32), axis=0) == 0):
@@ -173,7 +163,7 @@ def slots_rows_kernel(
                         evicted = tl.maximum(evicted, smallest * smallest)
                     start = initial_v(seed, row * sample_stride + sample_first, predicted)
                     classes = tl.where(slots == place, predicted, classes)
-                    v = tl.where(slots == place, _grow(start, rate_v, rate_u, RULE), v)
+                    v = tl.where(slots == place, _advance(start, True, rate_v, rate_u, RULE), v)
             at = _next_visit(index_ptr, row, at, B, SCAN)
         tl.store(class_ptr + row * M + slots, classes.to(class_ptr.dtype.element_ty), mask=real)
         tl.store(v_ptr + row * M + slots, v, mask=real)
@@ -191,7 +181,8 @@ def update_rows(table: NoiseTable, index: Tensor, labels: Tensor, facts: Facts, 
     """See `reference.update_rows`."""
     batch = len(index)
     visits = (index, labels, *facts)
-    options = {"RULE": RULES[step.rule], "SCAN": SCAN, "enable_fp_fusion": False}
+    scan = min(MAX_SCAN, triton.next_power_of_2(batch))
+    options = {"RULE": RULES[step.rule], "SCAN": scan, "enable_fp_fusion": False}
     if table.classes is None:
         block, warps = dense_launch_shape(table.num_classes)
         dense_rows_kernel[(batch, triton.cdiv(table.num_classes, block))](

@@ -1,0 +1,89 @@
+"""Bad input to the loss, told in words a person can act on, before anything has changed."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .rows import NoiseTable
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_INTEGERS = (torch.int64, torch.int32)
+
+
+def check_batch(
+    logits: Tensor,
+    labels: Tensor,
+    index: Tensor,
+    logits2: Tensor | None,
+    weight: Tensor | None,
+    table: NoiseTable,
+    *,
+    wants_view: bool,
+) -> None:
+    """Raise on shapes, types and devices that do not fit; never looks at values, so never waits for a device."""
+    if logits.dim() != 2 or logits.dtype not in _FLOATS:
+        raise ValueError(f"logits must be floats of shape (batch, classes), got {_describe(logits)}")
+    batch, classes = logits.shape
+    if classes != table.num_classes:
+        raise ValueError(f"logits have {classes} classes, but this SOP was made with num_classes={table.num_classes}")
+    for name, tensor in (("labels", labels), ("index", index)):
+        if tensor.dtype not in _INTEGERS:
+            raise TypeError(f"{name} must be int64 or int32, got {_describe(tensor)}")
+        if tensor.shape != (batch,):
+            raise ValueError(f"{name} must have the shape ({batch},) of the batch, got {_describe(tensor)}")
+    if weight is not None and (weight.shape != (batch,) or not weight.is_floating_point()):
+        raise ValueError(f"weight must be floats of the shape ({batch},) of the batch, got {_describe(weight)}")
+    if logits2 is not None and (logits2.shape != logits.shape or logits2.dtype not in _FLOATS):
+        raise ValueError(f"logits2 must be floats of the shape {tuple(logits.shape)} of logits, got {_describe(logits2)}")
+    if wants_view and logits2 is None:
+        raise ValueError("consistency > 0 compares two views: pass the logits of the second one as logits2")
+    if logits2 is not None and not wants_view:
+        raise ValueError("logits2 has no effect with consistency=0: make this SOP with consistency > 0")
+    device = table.u.device
+    if logits.device != device:
+        raise ValueError(f"logits are on {logits.device}, the noise table is on {device}: call sop.to('{logits.device}')")
+    for name, other in (("labels", labels), ("index", index), ("weight", weight), ("logits2", logits2)):
+        if other is not None and other.device != device:
+            raise ValueError(f"{name} is on {other.device}, logits and the noise table are on {device}")
+
+
+def check_values(labels: Tensor, index: Tensor, table: NoiseTable) -> None:
+    """Raise if a label or an index is out of range; on a GPU this waits for the device."""
+    for name, tensor, size, of in (
+        ("labels", labels, table.num_classes, "num_classes"),
+        ("index", index, table.num_samples, "num_samples"),
+    ):
+        low, high = torch.aminmax(tensor)
+        if int(low) < 0 or int(high) >= size:
+            at = int(((tensor < 0) | (tensor >= size)).nonzero()[0, 0])
+            raise IndexError(f"{name}[{at}] = {int(tensor[at])} is outside [0, {of} = {size})")
+
+
+def check_weight(weight: Tensor) -> Tensor:
+    """Raise if a weight is negative or not finite; return which samples count."""
+    good = torch.isfinite(weight) & (weight >= 0)
+    if not bool(good.all()):
+        at = int((~good).nonzero()[0, 0])
+        raise ValueError(f"weight[{at}] = {float(weight[at])} is not a finite number >= 0")
+    return weight > 0
+
+
+def check_prior(
+    prior: Tensor | None, balance: float, num_classes: int, device: torch.device | str | None
+) -> Tensor | None:
+    """The prior of the balance term as a distribution over the classes, or None if the term is off."""
+    if not balance:
+        if prior is not None:
+            raise ValueError("prior has no effect with balance=0: pass balance > 0 too")
+        return None
+    if prior is None:
+        return torch.full((num_classes,), 1 / num_classes, device=device)
+    prior = torch.as_tensor(prior, dtype=torch.float32, device=device)
+    if prior.shape != (num_classes,) or not bool((torch.isfinite(prior) & (prior >= 0)).all()) or float(prior.sum()) <= 0:
+        raise ValueError(f"prior must be num_classes = {num_classes} numbers >= 0 with a positive sum")
+    return prior / prior.sum()
+
+
+def _describe(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)}"
