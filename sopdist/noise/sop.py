@@ -226,7 +226,8 @@ class SOP(nn.Module):
     def _count_skipped(self, batch: int, number: Tensor, wanted: Tensor | None) -> None:
         """`number` samples counted; the others had no weight, or logits that are not finite."""
         if wanted is None:
-            self.skipped[1] += batch - number
+            if number.device.type != "cpu" or int(number) != batch:  # spares the common case on a CPU three calls
+                self.skipped[1] += batch - number
         else:
             asked = wanted.sum()
             self.skipped += torch.stack((batch - asked, asked - number))

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..rates import Step
 from ..rows import NoiseTable, RowBlock
+from . import reference
 from .facts import DROPPED, Facts, LossResult
 
 __all__ = ["DROPPED", "Facts", "Kernels", "LossResult", "choose_kernels"]
@@ -44,8 +45,6 @@ class Kernels(Protocol):
 
 def choose_kernels(device: torch.device, dtype: torch.dtype = torch.float32) -> Kernels:
     """The kernels for tensors on this device; float64 logits, which only tests have, always take the reference."""
-    from . import reference
-
     wanted = os.environ.get("SOPDIST_KERNELS", "")
     if wanted not in ("", "reference", "triton"):
         raise ValueError(f"SOPDIST_KERNELS must be 'reference' or 'triton', got {wanted!r}")

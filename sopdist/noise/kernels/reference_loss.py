@@ -42,14 +42,15 @@ def fused_loss(
     p_rival = p.scatter_(1, y, -1).amax(dim=1)
     p.scatter_(1, y, p_y[:, None])
 
-    # 3. w = p + s: its sums over the classes.
-    clipped, live = _add_noise(p, y, index, block, eps)  # max(w, eps) and p [w > eps], (B, K) each
-    total, p_live = clipped.sum(dim=1), live.sum(dim=1)  # S and the probability that is not clipped
-    c_y = clipped.gather(1, y)[:, 0]
+    # 3. w = p + s: c = max(w, eps) and p [w > eps], (B, K) each, and their sums over the classes.
+    w_y = p_y + block.u.index_select(0, index).square_().clamp_max_(1)
+    c, live = _add_noise(p, y, w_y[:, None], index, block, eps)
+    total, p_live = c.sum(dim=1), live.sum(dim=1)  # S, and the probability that is not clipped
+    c_y = w_y.clamp_min(eps)
     losses = (total / c_y).log_()
 
     # 4. S dloss/dz_k = p_k ([w_k > eps] - mean) - [k = y, w_y > eps] S p_y/c_y
-    live_y = (c_y > eps).to(z.dtype)
+    live_y = (w_y > eps).to(z.dtype)
     own = total / c_y * p_y * live_y
     mean = p_live - own
     gradient = live.addcmul_(p, mean[:, None], value=-1).scatter_add_(1, y, own.neg_()[:, None])
@@ -74,24 +75,22 @@ def _argmax(z: Tensor) -> Tensor:
     return torch.from_numpy(z.detach().numpy().argmax(1)) if z.device.type == "cpu" else z.argmax(1)
 
 
-def _add_noise(p: Tensor, y: Tensor, index: Tensor, block: RowBlock, eps: float) -> tuple[Tensor, Tensor]:
-    """max(w, eps) and p [w > eps] for w = p + s, (B, K) each.
+def _add_noise(p: Tensor, y: Tensor, w_y: Tensor, index: Tensor, block: RowBlock, eps: float) -> tuple[Tensor, Tensor]:
+    """max(w, eps) and p [w > eps], (B, K) each, for w = w_y at the label and p - v^2 elsewhere.
 
     An entry that never moved has v^2 < 4e-15, far below half a unit in the last place of any p >= eps: subtracting it
     changes no bit that clipping at eps lets through. So slots may leave those entries out and still equal dense.
     """
     v2 = block.v.index_select(0, index).square_().clamp_max_(1).to(p.dtype)  # (B, K or M)
-    u2 = block.u.index_select(0, index).square_().clamp_max_(1).to(p.dtype)[:, None]
     if block.classes is None:
-        w = torch.sub(p, v2, out=v2).scatter_(1, y, p.gather(1, y) + u2)
+        w = torch.sub(p, v2, out=v2).scatter_(1, y, w_y)
         live = torch.ops.aten.threshold_backward(p, w, eps)  # p where w > eps, else 0, in one pass
         return w.clamp_min_(eps), live
     # Only these columns have a w of their own: the label's, and those in a slot. A free slot stands for the label, too.
     classes = block.classes.index_select(0, index).to(torch.int64)  # (B, M)
-    free = (classes < 0) | (classes == y)
-    columns = torch.cat((y, classes.where(~free, y)), dim=1)  # (B, 1 + M)
+    columns = torch.cat((y, torch.where((classes < 0) | (classes == y), y, classes)), dim=1)  # (B, 1 + M)
     p_there = p.gather(1, columns)
-    w_there = p_there + torch.cat((u2, torch.where(free, u2, v2.neg_())), dim=1)
-    clipped = p.clamp_min(eps).scatter_(1, columns, w_there.clamp_min(eps))
+    w_there = torch.where(columns == y, w_y, p_there - F.pad(v2, (1, 0)))
+    c = p.clamp_min(eps).scatter_(1, columns, w_there.clamp_min(eps))
     live = F.threshold(p, eps, 0).scatter_(1, columns, p_there * (w_there > eps))
-    return clipped, live
+    return c, live

@@ -1,0 +1,116 @@
+"""Timing several candidates in one run, and writing down what came out. Knows nothing of what it times.
+
+On a shared machine the speed of one minute is not that of the next. So the candidates take turns in short blocks, in an
+order that is shuffled every round: a slow minute, or a neighbour that empties the caches, hits all of them alike.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import random
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+import sopdist
+
+FEWEST_CALLS = 3  # of a candidate too slow for its budget
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds a call: the median and the quartiles around it, over so many calls."""
+
+    median: float
+    lower: float
+    upper: float
+    calls: int
+
+    def __str__(self) -> str:
+        """Milliseconds, for a table."""
+        return f"{self.median * 1e3:.3g} [{self.lower * 1e3:.3g}, {self.upper * 1e3:.3g}]"
+
+
+def measure(
+    candidates: Mapping[str, Callable[[], object]],
+    repeats: int,
+    *,
+    block: int = 5,
+    warmup: int = 3,
+    budget: float = 10.0,
+    title: str = "",
+) -> dict[str, Timing]:
+    """Time every candidate `repeats` times, in turns of `block` calls; one whose calls would take more than `budget`
+    seconds in all gets fewer of them, spread over the whole run."""
+    if repeats < 1 or block < 1 or warmup < 1:
+        raise ValueError(f"repeats, block and warmup must be at least 1, got {repeats}, {block} and {warmup}")
+    calls = {}
+    for name, call in candidates.items():
+        fastest = min(_time_calls(call, warmup))
+        calls[name] = max(min(FEWEST_CALLS, repeats), min(repeats, int(budget / max(fastest, 1e-9))))
+    rounds = -(-repeats // block)
+    seconds: dict[str, list[float]] = {name: [] for name in candidates}
+    shuffle = random.Random(0).shuffle
+    order = list(candidates)
+    for number in tqdm(range(1, rounds + 1), desc=title or None, unit="round", leave=False):
+        shuffle(order)
+        for name in order:
+            due = calls[name] * number // rounds - len(seconds[name])
+            seconds[name] += _time_calls(candidates[name], due)
+    return {name: _summarise(values) for name, values in seconds.items()}
+
+
+def _time_calls(call: Callable[[], object], times: int) -> list[float]:
+    seconds = []
+    for _ in range(times):
+        start = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - start)
+    return seconds
+
+
+def _summarise(seconds: list[float]) -> Timing:
+    if len(seconds) == 1:
+        return Timing(*seconds * 3, calls=1)
+    lower, median, upper = statistics.quantiles(seconds, n=4, method="inclusive")
+    return Timing(median, lower, upper, len(seconds))
+
+
+def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Lines of aligned columns: the first to the left, the others to the right."""
+    lines = [list(header), *map(list, rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    lines.insert(1, ["-" * width for width in widths])
+    padded = (
+        [cell.ljust(width) if i == 0 else cell.rjust(width) for i, (cell, width) in enumerate(zip(line, widths, strict=True))]
+        for line in lines
+    )
+    return "\n".join("  ".join(line).rstrip() for line in padded)
+
+
+def environment() -> dict[str, Any]:
+    """What a reader must know of the run to judge its numbers."""
+    return {
+        "sopdist": sopdist.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "cpu_count": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+def write_json(path: Path, results: Mapping[str, Any]) -> None:
+    """Write the results under a header that describes the environment."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"environment": environment(), **results}, indent=2) + "\n")

@@ -1,0 +1,49 @@
+"""`sopdist ...`: each subcommand is a thin call into the package."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from . import __version__
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    args = _parser().parse_args(argv)
+    try:
+        code: int = args.run(args)
+    except BrokenPipeError:  # e.g. `sopdist bench table | head`
+        sys.stderr.close()
+        code = 1
+    except KeyboardInterrupt:
+        print("\nsopdist: interrupted", file=sys.stderr)
+        code = 130
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    from . import demo
+    from .bench import kernels as bench_kernels
+    from .bench import table as bench_table
+
+    parser = argparse.ArgumentParser(
+        prog="sopdist", description="Train image classifiers on wrong labels, and find out which labels are wrong."
+    )
+    parser.add_argument("--version", action="version", version=f"sopdist {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add(commands, demo, "demo", "train on 40% wrong labels with and without SOP, and name the wrong ones")
+    bench = commands.add_parser("bench", help="measure sopdist against its peers, in one run")
+    benches = bench.add_subparsers(required=True, metavar="WHAT")
+    _add(benches, bench_table, "table", "cost and bytes of the noise table against N and K")
+    _add(benches, bench_kernels, "kernels", "compile the CUDA kernels ahead of time: registers, spills (needs no GPU)")
+    return parser
+
+
+def _add(commands: argparse._SubParsersAction, module: object, name: str, summary: str) -> None:  # type: ignore[type-arg]
+    """A subcommand whose options and work are in a module: `add_arguments(parser)` and `run(args)`."""
+    doc = (module.__doc__ or "").strip()
+    parser = commands.add_parser(name, help=summary, description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    module.add_arguments(parser)  # type: ignore[attr-defined]
+    parser.set_defaults(run=module.run)  # type: ignore[attr-defined]
