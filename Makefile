@@ -32,7 +32,7 @@ demo: $(READY) ## train on 40% wrong labels with and without SOP, and name the w
 	@$(BIN)/sopdist demo
 
 test: $(READY) lint ## every check that fits in a few minutes
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: $(READY) ## ruff and mypy
 	$(BIN)/ruff check .

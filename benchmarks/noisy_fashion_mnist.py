@@ -1,4 +1,4 @@
-"""Accuracy on wrong labels: SOP beside the losses of `robust_losses`, on Fashion-MNIST with labels made wrong on purpose.
+"""Accuracy on wrong labels: SOP beside the losses of `robust_losses`, on Fashion-MNIST with labels made wrong.
 
 One run = one method, one kind of noise, one seed. The seed fixes the subset, the wrong labels, the initial weights and
 the order of the batches, and all methods share it, so that they differ in the loss alone. The training loop is
@@ -70,7 +70,7 @@ class Split(NamedTuple):
 
 
 def read_idx(path: Path, dimensions: int) -> Tensor:
-    """The uint8 array of a gzipped idx file: four bytes 0, 0, 8, dimensions; each dimension as four bytes; the values."""
+    """The uint8 array of a gzipped idx file: bytes 0, 0, 8, dimensions; each dimension in four bytes; the values."""
     try:
         content = gzip.decompress(path.read_bytes())
     except (EOFError, gzip.BadGzipFile, zlib.error) as problem:
@@ -135,7 +135,7 @@ NOISES: dict[str, Callable[[Tensor, torch.Generator], Tensor]] = {
 
 
 class Images(NamedTuple):
-    """One seed's data: standardised pixels (N, 784) float32 and true labels (N,) int64, for training and for testing."""
+    """One seed's data: standardised pixels (N, 784) float32 and true labels (N,) int64, to train and to test on."""
 
     train: Tensor
     train_labels: Tensor
@@ -144,7 +144,7 @@ class Images(NamedTuple):
 
 
 def make_images(train: Split, test: Split, count: int, seed: int) -> Images:
-    """A random subset of `count` training images and all test images, standardised with the subset's mean and deviation."""
+    """A random subset of `count` training images, and all test images; standardised as the subset's pixels are."""
     subset = torch.randperm(len(train.labels), generator=generator(seed, "subset"))[:count]
     pixels = train.images[subset].flatten(1).float()  # (count, 784)
     mean, deviation = pixels.mean(), pixels.std()
@@ -385,29 +385,33 @@ methods:
 
 noise:
   sym-40, sym-60       with probability .4 or .6 a label is drawn anew from all ten classes (36% or 54% end up wrong)
-  asym-40              with probability .4 it becomes a class it is often confused with, such as shirt for T-shirt (28%)""",
+  asym-40              with probability .4 it becomes a class it is often confused with, as shirt and T-shirt (28%)""",
         epilog="""\
 examples:
-  python benchmarks/noisy_fashion_mnist.py                                   everything, up to half an hour on 2 cores
+  python benchmarks/noisy_fashion_mnist.py                                   everything, about a quarter of an hour
   python benchmarks/noisy_fashion_mnist.py --methods ce,elr,sop-flow --noise asym-40
   python benchmarks/noisy_fashion_mnist.py --train 2000 --epochs 5 --seeds 1 --out quick.json""",
     )
     add = parser.add_argument
-    add("--data", type=Path, default=DEFAULT_DATA, metavar="DIR",
-        help="folder of the four idx .gz files (default %(default)s, from Debian's dataset-fashion-mnist)")  # fmt: skip
+    where = "folder of the four idx .gz files (default %(default)s, from Debian's dataset-fashion-mnist)"
+    add("--data", type=Path, default=DEFAULT_DATA, metavar="DIR", help=where)
     add("--methods", type=names_from(METHODS), default=list(METHODS), metavar="A,B", help="which methods (default all)")
-    add("--noise", type=names_from(tuple(NOISES)), default=list(NOISES), metavar="A,B", help="which noise (default all)")
+    noises = tuple(NOISES)
+    add("--noise", type=names_from(noises), default=list(noises), metavar="A,B", help="kinds of noise (default all)")
     add("--seeds", type=at_least(1), default=2, metavar="N", help="how many seeds: 0 to N-1 (default %(default)s)")
     add("--epochs", type=at_least(1), default=30, metavar="N", help="epochs of each run (default %(default)s)")
     add("--train", type=at_least(BATCH), default=15_000, metavar="N", help="training images (default %(default)s)")
-    add("--out", type=Path, default=Path("results/noisy_fashion_mnist.json"), metavar="FILE",
-        help="where to write settings and figures of every run as JSON (default %(default)s)")  # fmt: skip
+    results = "where to write settings and figures of every run as JSON (default %(default)s)"
+    add("--out", type=Path, default=Path("results/noisy_fashion_mnist.json"), metavar="FILE", help=results)
     return parser.parse_args()
 
 
 def main() -> None:
     """Do all runs, then print the tables."""
     args = parse_arguments()
+    # So small a network gains little from a second thread and stalls, ten times as slow and more, when another process
+    # wants its core. And with one thread the figures do not depend on the number of cores.
+    torch.set_num_threads(1)
     try:
         train_split, test_split = read_split(args.data, "train"), read_split(args.data, "t10k")
         if args.train > len(train_split.labels):
@@ -419,7 +423,7 @@ def main() -> None:
     settings = {name: getattr(args, name) for name in ("methods", "noise", "seeds", "epochs", "train")}
     settings |= {"batch": BATCH, "lr": LEARNING_RATE, "momentum": MOMENTUM, "weight_decay": WEIGHT_DECAY}
     settings |= {"network": [SIDE * SIDE, WIDTH, WIDTH, CLASSES], "test": len(test_split.labels)}
-    settings |= {"sop": {name: SOPS[name] for name in args.methods if name in SOPS}, "threads": torch.get_num_threads()}
+    settings |= {"sop": {name: SOPS[name] for name in args.methods if name in SOPS}}
     runs: list[Run] = []
     with tqdm(total=args.seeds * len(args.noise) * len(args.methods), unit="run") as bar:
         for seed in range(args.seeds):

@@ -1,8 +1,8 @@
 """Plain reference versions of the losses that SOP is compared with.
 
-Every loss is called as `loss(logits, labels, index)` with logits (B, K), labels (B,) and index (B,), each sample's fixed
-number in [0, N), and returns the mean over the batch. `sopdist.SOP` is called in the same way. Written to be read, not to
-be fast; nothing here knows about data or training.
+Every loss is called as `loss(logits, labels, index)` with logits (B, K), labels (B,) and index (B,), each sample's
+fixed number in [0, N), and returns the mean over the batch. `sopdist.SOP` is called in the same way. Written to be
+read, not to be fast; nothing here knows about data or training.
 
 Below, p = softmax(logits) and y is the given label.
 """
@@ -13,15 +13,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, _index: Tensor) -> Tensor:
     """CE = -log p_y."""
-    return F.cross_entropy(logits, labels)
+    return functional.cross_entropy(logits, labels)
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class GCE:
 
     def __call__(self, logits: Tensor, labels: Tensor, _index: Tensor) -> Tensor:
         """The mean loss of a batch."""
-        log_p = -F.cross_entropy(logits, labels, reduction="none")
+        log_p = -functional.cross_entropy(logits, labels, reduction="none")
         return -(torch.expm1(self.q * log_p) / self.q).mean()  # in log p: p_y^q has no gradient where p_y rounds to 0
 
 
@@ -52,7 +52,7 @@ class SL:
 
     def __call__(self, logits: Tensor, labels: Tensor, _index: Tensor) -> Tensor:
         """The mean loss of a batch."""
-        ce = F.cross_entropy(logits, labels, reduction="none")
+        ce = functional.cross_entropy(logits, labels, reduction="none")
         rce = self.log_zero * torch.expm1(-ce)  # expm1(-ce) = p_y - 1
         return (self.alpha * ce + self.beta * rce).mean()
 
@@ -60,8 +60,8 @@ class SL:
 class ELR:
     """Early-learning regularisation (Liu et al., 2020): CE + strength log(1 - <p, t>).
 
-    t is the sample's own target, a moving average of its predictions: t <- beta t + (1 - beta) p / sum(p), from 0. It is
-    updated before it is used, and is a constant for the gradient. p is clamped to [1e-4, 1 - 1e-4] in both places.
+    t is the sample's own target, a moving average of its predictions: t <- beta t + (1 - beta) p / sum(p), from 0. It
+    is updated before it is used, and is a constant for the gradient. p is clamped to [1e-4, 1 - 1e-4] in both places.
     """
 
     def __init__(self, num_samples: int, num_classes: int, *, strength: float = 3.0, beta: float = 0.7) -> None:
@@ -75,4 +75,4 @@ class ELR:
         targets = self.beta * self.targets[index] + (1 - self.beta) * new  # (B, K)
         self.targets[index] = targets.to(self.targets.dtype)
         agreement = (p * targets).sum(dim=1)
-        return F.cross_entropy(logits, labels) + self.strength * torch.log1p(-agreement).mean()
+        return functional.cross_entropy(logits, labels) + self.strength * torch.log1p(-agreement).mean()

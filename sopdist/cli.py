@@ -44,6 +44,8 @@ def _parser() -> argparse.ArgumentParser:
 def _add(commands: argparse._SubParsersAction, module: object, name: str, summary: str) -> None:  # type: ignore[type-arg]
     """A subcommand whose options and work are in a module: `add_arguments(parser)` and `run(args)`."""
     doc = (module.__doc__ or "").strip()
-    parser = commands.add_parser(name, help=summary, description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = commands.add_parser(
+        name, help=summary, description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     module.add_arguments(parser)  # type: ignore[attr-defined]
     parser.set_defaults(run=module.run)  # type: ignore[attr-defined]

@@ -117,7 +117,9 @@ def train(runs: dict[str, tuple[nn.Module, Loss]], data: Digits, epochs: int, se
                 schedule.step()
             bar.set_postfix_str(
                 "test accuracy "
-                + ", ".join(f"{name} {accuracy(model, data.test, data.test_labels):.1%}" for name, (model, _) in runs.items())
+                + ", ".join(
+                    f"{name} {accuracy(model, data.test, data.test_labels):.1%}" for name, (model, _) in runs.items()
+                )
             )
 
 
@@ -166,7 +168,12 @@ def print_suspects(sop: SOP, data: Digits, count: int) -> None:
     pictures = [draw(data.train[i]) for i in suspects]
     for line in zip(*pictures, strict=True):
         print("   ".join(line))
-    for what, values in (("sample", suspects), ("given", data.given[suspects]), ("proposed", proposed[suspects]), ("true", data.true[suspects])):
+    for what, values in (
+        ("sample", suspects),
+        ("given", data.given[suspects]),
+        ("proposed", proposed[suspects]),
+        ("true", data.true[suspects]),
+    ):
         print("   ".join(f"{f'{what} {int(value)}':16}" for value in values))
 
 

@@ -12,16 +12,18 @@ import platform
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from tqdm import tqdm
 
 import sopdist
+
+Name = TypeVar("Name", bound=Hashable)
 
 FEWEST_CALLS = 3  # of a candidate too slow for its budget
 
@@ -41,14 +43,14 @@ class Timing:
 
 
 def measure(
-    candidates: Mapping[str, Callable[[], object]],
+    candidates: Mapping[Name, Callable[[], object]],
     repeats: int,
     *,
     block: int = 5,
     warmup: int = 3,
     budget: float = 10.0,
     title: str = "",
-) -> dict[str, Timing]:
+) -> dict[Name, Timing]:
     """Time every candidate `repeats` times, in turns of `block` calls; one whose calls would take more than `budget`
     seconds in all gets fewer of them, spread over the whole run."""
     if repeats < 1 or block < 1 or warmup < 1:
@@ -58,7 +60,7 @@ def measure(
         fastest = min(_time_calls(call, warmup))
         calls[name] = max(min(FEWEST_CALLS, repeats), min(repeats, int(budget / max(fastest, 1e-9))))
     rounds = -(-repeats // block)
-    seconds: dict[str, list[float]] = {name: [] for name in candidates}
+    seconds: dict[Name, list[float]] = {name: [] for name in candidates}
     shuffle = random.Random(0).shuffle
     order = list(candidates)
     for number in tqdm(range(1, rounds + 1), desc=title or None, unit="round", leave=False):
@@ -79,9 +81,8 @@ def _time_calls(call: Callable[[], object], times: int) -> list[float]:
 
 
 def _summarise(seconds: list[float]) -> Timing:
-    if len(seconds) == 1:
-        return Timing(*seconds * 3, calls=1)
-    lower, median, upper = statistics.quantiles(seconds, n=4, method="inclusive")
+    few = len(seconds) < 2  # then there is nothing to interpolate
+    lower, median, upper = seconds * 3 if few else statistics.quantiles(seconds, n=4, method="inclusive")
     return Timing(median, lower, upper, len(seconds))
 
 
@@ -91,7 +92,10 @@ def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     lines.insert(1, ["-" * width for width in widths])
     padded = (
-        [cell.ljust(width) if i == 0 else cell.rjust(width) for i, (cell, width) in enumerate(zip(line, widths, strict=True))]
+        [
+            cell.ljust(width) if i == 0 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ]
         for line in lines
     )
     return "\n".join("  ".join(line).rstrip() for line in padded)

@@ -35,14 +35,18 @@ def check_batch(
     if weight is not None and (weight.shape != (batch,) or not weight.is_floating_point()):
         raise ValueError(f"weight must be floats of the shape ({batch},) of the batch, got {_describe(weight)}")
     if logits2 is not None and (logits2.shape != logits.shape or logits2.dtype not in _FLOATS):
-        raise ValueError(f"logits2 must be floats of the shape {tuple(logits.shape)} of logits, got {_describe(logits2)}")
+        raise ValueError(
+            f"logits2 must be floats of the shape {tuple(logits.shape)} of logits, got {_describe(logits2)}"
+        )
     if wants_view and logits2 is None:
         raise ValueError("consistency > 0 compares two views: pass the logits of the second one as logits2")
     if logits2 is not None and not wants_view:
         raise ValueError("logits2 has no effect with consistency=0: make this SOP with consistency > 0")
     device = table.u.device
     if logits.device != device:
-        raise ValueError(f"logits are on {logits.device}, the noise table is on {device}: call sop.to('{logits.device}')")
+        raise ValueError(
+            f"logits are on {logits.device}, the noise table is on {device}: call sop.to('{logits.device}')"
+        )
     for name, other in (("labels", labels), ("index", index), ("weight", weight), ("logits2", logits2)):
         if other is not None and other.device != device:
             raise ValueError(f"{name} is on {other.device}, logits and the noise table are on {device}")
@@ -80,7 +84,11 @@ def check_prior(
     if prior is None:
         return torch.full((num_classes,), 1 / num_classes, device=device)
     prior = torch.as_tensor(prior, dtype=torch.float32, device=device)
-    if prior.shape != (num_classes,) or not bool((torch.isfinite(prior) & (prior >= 0)).all()) or float(prior.sum()) <= 0:
+    if (
+        prior.shape != (num_classes,)
+        or not bool((torch.isfinite(prior) & (prior >= 0)).all())
+        or float(prior.sum()) <= 0
+    ):
         raise ValueError(f"prior must be num_classes = {num_classes} numbers >= 0 with a positive sum")
     return prior / prior.sum()
 

@@ -1,7 +1,7 @@
 """The two extra terms of SOP+: agreement between two views of an image, and balance between the classes.
 
-    consistency = mean over the batch of KL( p(view 1) || p(view 2) ),   view 1 is the target and gets no gradient
-    balance     = KL( prior || mean over the batch of p(view 1) )
+consistency = mean over the batch of KL( p(view 1) || p(view 2) ),   view 1 is the target and gets no gradient
+balance     = KL( prior || mean over the batch of p(view 1) )
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ from .counter import INITIAL_STD
 
 Rule = Literal["flow", "paper", "official"]
 
+_SMALLEST_FLOAT32 = 2.0**-126
 _LOGIT_TO_ACTIVE = -2 * math.log(INITIAL_STD)  # from q = 1e-16 to q = 1/2
 
 
@@ -52,7 +53,7 @@ class Flow:
     def step(self) -> Step:
         """Numbers for the row kernels."""
         time = _LOGIT_TO_ACTIVE / self.visits
-        return Step("flow", time, math.exp(-time))
+        return Step("flow", time, max(math.exp(-time), _SMALLEST_FLOAT32))  # never 0, so that q = 0 is not 0 / 0
 
     def visits_to_activate(self) -> float:
         """Visits of steady disagreement until v^2 = 1/2, from a start of one standard deviation."""

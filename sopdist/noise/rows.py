@@ -215,7 +215,9 @@ class NoiseTable(nn.Module):
         """Raise ValueError unless these tensors are a table of the same samples, classes and seed."""
         saved = dict(zip(_META, (int(x) for x in found["meta"].flatten()), strict=False))
         if saved.get("format") != FORMAT_VERSION:
-            raise ValueError(f"it has format {saved.get('format')}, this sopdist reads {FORMAT_VERSION}; use the sopdist that wrote it")
+            raise ValueError(
+                f"it has format {saved.get('format')}, this sopdist reads {FORMAT_VERSION}; use the sopdist that wrote it"
+            )
         if len(saved) != len(_META) or saved["layout"] not in range(len(_LAYOUTS)):
             raise ValueError("its description is damaged")
         here = self._describe()
@@ -267,7 +269,9 @@ class NoiseTable(nn.Module):
             self.v[part].zero_()
             self.classes[part].fill_(_FREE)
             self.v[part, :keep] = values.gather(1, kept).masked_fill(best[:, :keep] < 0, 0)
-            self.classes[part, :keep] = numbers.gather(1, kept).masked_fill(best[:, :keep] < 0, _FREE).to(self.classes.dtype)
+            self.classes[part, :keep] = (
+                numbers.gather(1, kept).masked_fill(best[:, :keep] < 0, _FREE).to(self.classes.dtype)
+            )
             if size.shape[1] > keep:
                 self.evictions[part] += (moved.sum(1) - keep).clamp_min(0).to(torch.int32)
                 self.evicted[part] = torch.maximum(self.evicted[part], best[:, keep].clamp_min(0).square())
@@ -287,6 +291,11 @@ def _scatter_slots(dense: Tensor, classes: Tensor, v: Tensor) -> Tensor:
 
 
 def _check_integer(name: str, value: int, *, at_least: int, below: int | None = None) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < at_least or (below is not None and value >= below):
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int)
+        or value < at_least
+        or (below is not None and value >= below)
+    ):
         span = f"at least {at_least}" if below is None else f"in [{at_least}, {below})"
         raise ValueError(f"{name} must be an integer {span}, got {value!r}")

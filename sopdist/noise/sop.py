@@ -111,7 +111,7 @@ class SOP(nn.Module):
         # Samples that were seen but did not count: [weight 0 or out of range, logits not finite].
         self.register_buffer("skipped", torch.zeros(2, dtype=torch.int64, device=device))
         if epochs is not None:
-            self.forecast(epochs)
+            self._forecast(epochs, stacklevel=3)
 
     @property
     def num_samples(self) -> int:
@@ -261,7 +261,9 @@ class SOP(nn.Module):
         A proposal for a person to look at: where little is wrong to begin with, taking all of it makes labels worse.
         """
         if labels.shape != (self.num_samples,) or labels.is_floating_point() or labels.dtype == torch.bool:
-            raise ValueError(f"labels must be {self.num_samples} integers, got {labels.dtype} of shape {tuple(labels.shape)}")
+            raise ValueError(
+                f"labels must be {self.num_samples} integers, got {labels.dtype} of shape {tuple(labels.shape)}"
+            )
         square, strongest = self.table.strongest()
         flagged = square > 1 - self.table.u.square()
         return torch.where(flagged, strongest, labels.to(strongest.device, torch.int64)).to(labels.dtype)
@@ -283,9 +285,12 @@ class SOP(nn.Module):
 
     def forecast(self, epochs: float) -> Forecast:
         """In how many visits a steadily contradicted label is explained away; warns if that is past the planned epochs."""
+        return self._forecast(epochs, stacklevel=3)
+
+    def _forecast(self, epochs: float, stacklevel: int) -> Forecast:
         forecast = Forecast(self.rates.visits_to_activate(), epochs)
         if not forecast.activates:
-            warnings.warn(str(forecast), InactiveTableWarning, stacklevel=2)
+            warnings.warn(str(forecast), InactiveTableWarning, stacklevel=stacklevel)
         return forecast
 
 

@@ -23,7 +23,9 @@ CLASSES = (10, 1000, 22_000)
 LOGITS = {"float32": "*fp32", "bfloat16": "*bf16", "float16": "*fp16"}
 _SLOTS = 8
 # Instructions whose result depends on the device or on the compiler's mood.
-_INEXACT = re.compile(r"\b(fma\.\w+\.f32|div\.(?:full|approx)\S*|sqrt\.approx\S*|rsqrt\S*|rcp\.approx\S*|ex2\S*|lg2\S*)")
+_INEXACT = re.compile(
+    r"\b(fma\.\w+\.f32|(?:mul|add|sub)\.f32|div\.(?:full|approx)\S*|sqrt\.approx\S*|rsqrt\S*|rcp\.approx\S*|ex2\S*|lg2\S*)"
+)
 
 
 @dataclass(frozen=True)
@@ -68,10 +70,24 @@ def builds(classes: tuple[int, ...] = CLASSES) -> Iterator[Build]:
         block, warps = triton_loss.launch_shape(count)
         for layout in ("dense", "slots"):
             for name, pointer in LOGITS.items():
-                constants = {"M": _SLOTS, "SLOTS": layout == "slots", "RECLIP": False, "BLOCK": block, "WHOLE": count <= block}
+                constants = {
+                    "M": _SLOTS,
+                    "SLOTS": layout == "slots",
+                    "RECLIP": False,
+                    "BLOCK": block,
+                    "WHOLE": count <= block,
+                }
                 signature = _signature(triton_loss.loss_kernel, constants) | {"logits_ptr": pointer}
                 yield Build(
-                    "loss", layout, name, count, triton_loss.loss_kernel, signature, constants, warps, fused_multiply_add=True
+                    "loss",
+                    layout,
+                    name,
+                    count,
+                    triton_loss.loss_kernel,
+                    signature,
+                    constants,
+                    warps,
+                    fused_multiply_add=True,
                 )
         block, warps = triton_rows.dense_launch_shape(count)
         for rule, number in triton_rows.RULES.items():

@@ -1,0 +1,153 @@
+"""The ways to keep a noise table that `bench table` compares: sopdist's layouts, and two tables kept by autograd.
+
+Both peers compute what `SOP(variant="official")` does, but leave the gradient to autograd and the update to plain SGD:
+
+    u2 = clamp(u^2 y, 0, 1)        w = max(p + u2 - v2, eps)
+    v2 = clamp(v^2 (1 - y), 0, 1)  phi = clamp(w / sum w, eps, 1)
+    loss = -log phi_y, with v2 held constant, + || onehot(argmax p) + u2 - v2 - y ||^2, mean over the batch
+
+They differ in what the gradient of the table is: all of N x K, or the rows of the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, one_hot
+
+from ..noise import SOP, NoiseTable, Official
+from ..noise.rows import Layout, row_bytes
+
+Batch = tuple[Tensor, Tensor, Tensor]  # logits (B, K), labels (B,), index (B,)
+Step = Callable[[Tensor, Tensor, Tensor], Tensor]  # the loss of a batch; the table is updated
+
+LOGITS_POOL = 16  # distinct batches of logits: a few MB, so that they do not stay in the fastest cache
+
+
+class Sizes(NamedTuple):
+    """Samples, classes and batch of one measurement."""
+
+    samples: int
+    classes: int
+    batch: int
+
+    def __str__(self) -> str:
+        return f"N={self.samples:,} K={self.classes:,}"
+
+
+def draw_batches(sizes: Sizes, most: int, *, seed: int = 0, requires_grad: bool = False) -> list[Batch]:
+    """One epoch in random order, cut off after `most` batches: no sample comes twice.
+
+    The logits are those of an untrained network: nearly every sample is predicted against its label, by a class that
+    has no slot yet, which is the most work a step can be for the layout "slots".
+    """
+    random = torch.Generator().manual_seed(seed)
+    count = min(most, sizes.samples // sizes.batch)
+    index = torch.randperm(sizes.samples, generator=random)[: count * sizes.batch].view(count, sizes.batch)
+    labels = torch.randint(sizes.classes, (count, sizes.batch), generator=random)
+    shape = (min(count, LOGITS_POOL), sizes.batch, sizes.classes)
+    pool = [logits.clone().requires_grad_(requires_grad) for logits in torch.randn(shape, generator=random)]
+    return [(pool[i % len(pool)], labels[i], index[i]) for i in range(count)]
+
+
+def published_loss(logits: Tensor, labels: Tensor, u: Tensor, v: Tensor, eps: float) -> Tensor:
+    """The authors' loss of a batch, with u (B, 1) and v (B, K) of its samples."""
+    classes = logits.shape[1]
+    y = one_hot(labels, classes).to(logits.dtype)  # (B, K)
+    u2 = (u.square() * y).clamp(0, 1)
+    v2 = (v.square() * (1 - y)).clamp(0, 1)
+    w = (logits.softmax(dim=1) + u2 - v2.detach()).clamp_min(eps)
+    phi = (w / w.sum(dim=1, keepdim=True)).clamp(eps, 1)
+    explained = -(y * phi.log()).sum(dim=1).mean()
+    prediction = one_hot(logits.argmax(dim=1), classes).to(logits.dtype)
+    return explained + (prediction + u2 - v2 - y).square().sum(dim=1).mean()
+
+
+class DenseParameters(nn.Module):
+    """The authors' formulation: parameters u (N, 1) and v (N, K), indexed by sample, with gradients as large."""
+
+    def __init__(self, u: Tensor, v: Tensor) -> None:
+        super().__init__()
+        self.u, self.v = nn.Parameter(u[:, None]), nn.Parameter(v)
+
+    def forward(self, index: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows of u and v."""
+        return self.u[index], self.v[index]
+
+
+class SparseEmbedding(nn.Module):
+    """u and v as embeddings whose gradients are sparse, the way PyTorch offers for a large table."""
+
+    def __init__(self, u: Tensor, v: Tensor) -> None:
+        super().__init__()
+        self.u = nn.Embedding.from_pretrained(u[:, None], freeze=False, sparse=True)
+        self.v = nn.Embedding.from_pretrained(v, freeze=False, sparse=True)
+
+    def forward(self, index: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows of u and v."""
+        return self.u(index), self.v(index)
+
+
+class AutogradStep:
+    """A step of a peer: the published loss, its gradient by autograd, plain SGD on u and v."""
+
+    def __init__(self, table: DenseParameters | SparseEmbedding, *, lr_u: float, lr_v: float, eps: float) -> None:
+        self.table, self.eps = table, eps
+        self.u, self.v = table.parameters()  # (N, 1), (N, K)
+        self.optimizer = torch.optim.SGD([{"params": [self.u], "lr": lr_u}, {"params": [self.v], "lr": lr_v}])
+
+    def __call__(self, logits: Tensor, labels: Tensor, index: Tensor) -> Tensor:
+        """The loss; the rows of the batch are updated."""
+        self.optimizer.zero_grad()
+        u, v = self.table(index)  # (B, 1), (B, K)
+        loss = published_loss(logits, labels, u, v, self.eps)
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+
+class Candidate(NamedTuple):
+    """A way to keep the table: the bytes it needs, and how to make a step with a table of its own."""
+
+    nbytes: Callable[[Sizes], int]
+    build: Callable[[Sizes], Step]
+
+
+def _ours(layout: Layout, variant: Literal["flow", "official"]) -> Candidate:
+    def build(sizes: Sizes) -> Step:
+        batch_size = sizes.batch if variant == "official" else None
+        sop = SOP(sizes.samples, sizes.classes, layout=layout, variant=variant, batch_size=batch_size)
+        for buffer in sop.table.buffers():
+            buffer.add_(0)  # memory never written to costs a page fault at its first use, which is no cost of a step
+        return sop
+
+    return Candidate(lambda sizes: sizes.samples * row_bytes(layout, sizes.classes), build)
+
+
+def _peer(table: type[DenseParameters] | type[SparseEmbedding], *, copies: int) -> Candidate:
+    """`copies`: 2 where u and v have gradients of their own size, else 1."""
+
+    def build(sizes: Sizes) -> Step:
+        start, rates = NoiseTable(sizes.samples, sizes.classes, layout="dense"), Official()
+        eps = SOP(1, sizes.classes).eps
+        return AutogradStep(table(start.u, start.v), lr_u=rates.lr_u, lr_v=rates.lr_v, eps=eps)
+
+    return Candidate(lambda sizes: copies * 4 * sizes.samples * (1 + sizes.classes), build)
+
+
+OURS = {
+    "slots, flow": _ours("slots", "flow"),
+    "slots, official": _ours("slots", "official"),
+    "dense, flow": _ours("dense", "flow"),
+    "dense, official": _ours("dense", "official"),
+}
+AUTHORS, CROSS_ENTROPY = "authors' dense parameters", "cross-entropy, no table"
+CANDIDATES = {
+    **OURS,
+    AUTHORS: _peer(DenseParameters, copies=2),
+    "sparse embedding": _peer(SparseEmbedding, copies=1),
+    CROSS_ENTROPY: Candidate(lambda _: 0, lambda _: lambda logits, labels, _: cross_entropy(logits, labels)),
+}

@@ -1,0 +1,143 @@
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from sopdist import SOP
+from sopdist.bench.candidates import (
+    AUTHORS,
+    CANDIDATES,
+    CROSS_ENTROPY,
+    OURS,
+    AutogradStep,
+    DenseParameters,
+    Sizes,
+    SparseEmbedding,
+    draw_batches,
+)
+from sopdist.bench.table import FULL, QUICK, Cell, Verdict, add_arguments, judge, run
+from sopdist.bench.timing import Timing
+
+SAMPLES, CLASSES, BATCH = 24, 6, 8
+RATES = {"lr_u": 1.0, "lr_v": 1.0}
+
+
+def _run(*given: str) -> int:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return run(parser.parse_args(given))
+
+
+def test_quick_run_writes_what_it_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "new" / "table.json"
+    assert _run("--quick", "--out", str(out)) == 0
+    found = json.loads(out.read_text())
+
+    assert found["environment"].keys() >= {"torch", "sopdist", "python", "cpu_count", "threads", "date"}
+    assert len(found["table"]) == sum(map(len, QUICK.sweeps.values()))
+    for cell in found["table"]:
+        assert cell["candidates"].keys() == CANDIDATES.keys()
+        assert not cell["skipped"]
+        for timing in cell["candidates"].values():
+            assert 0 < timing["lower"] <= timing["median"] <= timing["upper"]
+            assert 3 <= timing["calls"] <= QUICK.repeats
+    assert CROSS_ENTROPY in found["loss"]["candidates"]
+    assert all(verdict["met"] in (True, False, None) for verdict in found["verdicts"])
+
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in CANDIDATES)
+    assert printed.count("not measured") == sum(verdict["met"] is None for verdict in found["verdicts"]) > 0
+
+
+def test_tables_past_the_memory_limit_are_skipped_with_a_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "table.json"
+    limit = CANDIDATES["sparse embedding"].nbytes(Sizes(2000, 10, 32)) / 2**30
+    assert _run("--quick", "--out", str(out), "--max-gib", repr(limit)) == 0
+    skipped = json.loads(out.read_text())["table"][1]["skipped"]
+    assert "--max-gib" in skipped[AUTHORS]
+    assert "sparse embedding" not in skipped
+    assert f"skipped {AUTHORS}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", CANDIDATES)
+def test_bytes_are_those_of_the_tensors(name: str) -> None:
+    sizes = Sizes(300, 20, 16)
+    step = CANDIDATES[name].build(sizes)
+    batch = draw_batches(sizes, 1)[0]
+    step(*batch)
+    if isinstance(step, SOP):
+        tensors = [step.table.get_buffer(key) for key in step.table.state_dict() if key != "meta"]
+    elif isinstance(step, AutogradStep):
+        tensors = [step.u, step.v, *(x.grad for x in (step.u, step.v) if x.grad is not None and not x.grad.is_sparse)]
+    else:
+        tensors = []
+    assert CANDIDATES[name].nbytes(sizes) == sum(x.numel() * x.element_size() for x in tensors)
+
+
+def _training_stream(epochs: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """A network with an opinion on every sample, right or wrong, that wavers a little from visit to visit."""
+    random = torch.Generator().manual_seed(1)
+    labels = torch.randint(CLASSES, (SAMPLES,), generator=random)
+    opinion = 2 * torch.randn(SAMPLES, CLASSES, generator=random)
+    stream = []
+    for _ in range(epochs):
+        for index in torch.randperm(SAMPLES, generator=random).split(BATCH):
+            stream.append((opinion[index] + 0.3 * torch.randn(BATCH, CLASSES, generator=random), labels[index], index))
+    return stream
+
+
+@pytest.mark.parametrize("layout", ["dense", "slots"])
+@pytest.mark.parametrize("table", [DenseParameters, SparseEmbedding])
+def test_peers_learn_the_table_that_sop_learns(
+    table: type[DenseParameters] | type[SparseEmbedding], layout: str
+) -> None:
+    sop = SOP(SAMPLES, CLASSES, variant="official", layout=layout, slots=CLASSES, batch_size=BATCH, **RATES)  # type: ignore[arg-type]
+    everyone = torch.arange(SAMPLES)
+    u, v = sop.table.u.clone(), sop.table.dense_v(everyone).clone()
+    peer = AutogradStep(table(u.clone(), v.clone()), eps=sop.eps, **RATES)
+    for batch in _training_stream(epochs=70):
+        sop(*batch)
+        peer(*batch)
+
+    learned_u, learned_v = sop.table.u, sop.table.dense_v(everyone)
+    assert (learned_v.square() > 0.5).any()  # far from the start of 1e-8, or equality would say nothing
+    assert (learned_u.square() > 0.5).any()
+    torch.testing.assert_close(peer.u[:, 0].detach(), learned_u, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(peer.v.detach(), learned_v, rtol=1e-4, atol=1e-6)
+
+
+def _cells(authors: float, ours_small: float, ours_large: float) -> dict[Sizes, Cell]:
+    small, *_, large = FULL.sweeps["against N"]
+    cells = {}
+    for sizes, seconds in ((small, ours_small), (large, ours_large)):
+        medians = {**dict.fromkeys(OURS, seconds), AUTHORS: authors}
+        cells[sizes] = Cell(sizes, {name: Timing(x, x, x, 1) for name, x in medians.items()}, {}, {})
+    return cells
+
+
+def _loss_cell(plain: float, own: float) -> Cell:
+    medians = {"slots, flow": own, "dense, flow": own, CROSS_ENTROPY: plain}
+    return Cell(FULL.loss, {name: Timing(x, x, x, 1) for name, x in medians.items()}, {}, {})
+
+
+def _met(verdicts: list[Verdict], part: str) -> set[bool | None]:
+    return {verdict.met for verdict in verdicts if part in verdict.target}
+
+
+def test_verdicts_follow_from_the_medians() -> None:
+    good = judge(_cells(authors=0.2, ours_small=1e-3, ours_large=1.2e-3), _loss_cell(plain=1e-3, own=1.9e-3))
+    bad = judge(_cells(authors=0.2, ours_small=1e-3, ours_large=2.1e-3), _loss_cell(plain=1e-3, own=2.1e-3))
+    for part in ("as fast as", "time at", "cross-entropy"):
+        assert _met(good, part) == {True}
+        assert _met(bad, part) == {False}
+
+
+def test_what_was_not_measured_gets_no_verdict() -> None:
+    small, *_ = FULL.sweeps["against N"]
+    only_small = {small: _cells(0.2, 1e-3, 1e-3)[small]}
+    assert _met(judge(only_small, _loss_cell(1e-3, 1e-3)), "N=1,000,000") == {None}

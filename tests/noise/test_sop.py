@@ -1,0 +1,361 @@
+"""The module as a user meets it: duplicates, dropped samples, bad input, SOP+, reading the result."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from sopdist import SOP
+from sopdist.noise import InactiveTableWarning
+
+VARIANTS = ("flow", "paper", "official")
+LAYOUTS = ("dense", "slots")
+
+
+def batch(count: int, classes: int, samples: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    z = torch.randn(count, classes, generator=generator) * 3
+    index = torch.randperm(samples, generator=generator)[:count]
+    return z, torch.randint(classes, (count,), generator=generator), index
+
+
+def snapshot(sop: SOP) -> dict[str, Tensor]:
+    return copy.deepcopy(dict(sop.state_dict()))
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+# -- visits ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@given(st.integers(0, 10**6), st.integers(1, 5), st.integers(1, 16))
+def test_duplicates_are_consecutive_visits_in_batch_order(layout: Any, seed: int, samples: int, count: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    together, apart = (SOP(samples, 6, layout=layout, slots=3) for _ in range(2))
+    for _ in range(5):
+        z = torch.randn(count, 6, generator=generator) * 3
+        index = torch.randint(samples, (count,), generator=generator)
+        labels = index % 6
+        together(z, labels, index)
+        for i in range(count):  # flow's facts do not depend on the row, so one by one is the same
+            apart(z[i : i + 1], labels[i : i + 1], index[i : i + 1])
+    assert same(together.table.state_dict(), apart.table.state_dict())
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_all_samples_of_a_batch_read_the_table_as_it_was_before(variant: Any) -> None:
+    rates = {"paper": {"alpha_v": 300.0, "alpha_u": 30.0}, "official": {"lr_u": 100.0, "lr_v": 300.0}}.get(variant, {})
+    sop = SOP(1, 4, variant=variant, reduction="none", **rates)  # type: ignore[arg-type]
+    z = torch.tensor([[3.0, 0.0, 0.0, 0.0]]).repeat(3, 1)
+    for _ in range(4):
+        losses = sop(z, torch.ones(3, dtype=torch.int64), torch.zeros(3, dtype=torch.int64))
+        assert losses[0] == losses[1] == losses[2]
+    assert int(sop.table.visits[0]) == 12
+
+
+def test_in_eval_mode_nothing_is_learned() -> None:
+    sop = SOP(20, 5).eval()
+    before = snapshot(sop)
+    sop(*batch(8, 5, 20))
+    assert same(before, snapshot(sop))
+
+
+# -- samples that do not count -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")])
+def test_a_sample_that_is_not_finite_is_as_if_it_were_not_there(variant: Any, layout: Any, poison: float) -> None:
+    z, labels, index = batch(6, 5, 20)
+    z[2, 3] = poison
+    with_it, without = (SOP(20, 5, variant=variant, layout=layout) for _ in range(2))
+    rest = torch.tensor([0, 1, 3, 4, 5])
+    a, b = z.clone().requires_grad_(), z[rest].clone().requires_grad_()
+    for _ in range(3):
+        loss_a, loss_b = with_it(a, labels, index), without(b, labels[rest], index[rest])
+        torch.testing.assert_close(loss_a, loss_b)
+    loss_a.backward()
+    loss_b.backward()
+    assert a.grad is not None
+    assert b.grad is not None
+    assert torch.equal(a.grad[2], torch.zeros(5))
+    torch.testing.assert_close(a.grad[rest], b.grad)
+    assert same(with_it.table.state_dict(), without.table.state_dict())
+    assert with_it.skipped.tolist() == [0, 3]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_sample_of_weight_0_leaves_its_row_alone_and_is_counted(layout: Any) -> None:
+    z, labels, index = batch(6, 5, 20)
+    z[5] = float("nan")
+    sop = SOP(20, 5, layout=layout)
+    before = snapshot(sop)
+    loss = sop(z, labels, index, weight=torch.tensor([0.0, 1, 1, 0, 1, 1]))
+    assert torch.isfinite(loss)
+    assert sop.skipped.tolist() == [2, 1]
+    visited = sop.table.visits.nonzero()[:, 0].tolist()
+    assert sorted(visited) == sorted(index[[1, 2, 4]].tolist())
+    untouched = torch.ones(20, dtype=torch.bool)
+    untouched[index[[1, 2, 4]]] = False
+    assert torch.equal(sop.table.u[untouched], before["table.u"][untouched])
+
+
+def test_a_batch_in_which_nothing_counts_has_loss_0_and_gradient_0() -> None:
+    for settings in ({}, {"balance": 0.1, "consistency": 0.9}):
+        sop = SOP(20, 5, **settings)  # type: ignore[arg-type]
+        z, labels, index = batch(4, 5, 20)
+        z = torch.full_like(z, float("nan")).requires_grad_()
+        loss = sop(z, labels, index, logits2=z if settings else None)
+        loss.backward()
+        assert float(loss.detach()) == 0
+        assert z.grad is not None
+        assert not z.grad.any()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_an_empty_batch_changes_nothing_and_has_loss_0(reduction: Any) -> None:
+    sop = SOP(20, 5, reduction=reduction)
+    before = snapshot(sop)
+    z = torch.empty(0, 5, requires_grad=True)
+    none = torch.empty(0, dtype=torch.int64)
+    loss = sop(z, none, none)
+    loss.sum().backward()
+    assert float(loss.detach().sum()) == 0
+    assert loss.shape == ((0,) if reduction == "none" else ())
+    assert same(before, snapshot(sop))
+
+
+def test_without_validation_samples_out_of_range_are_dropped_and_counted() -> None:
+    sop = SOP(20, 5, validate=False)
+    z, labels, index = batch(6, 5, 20)
+    labels[0], labels[1], index[2], index[3] = 5, -1, 20, -7
+    loss = sop(z, labels, index)
+    assert torch.isfinite(loss)
+    assert sop.skipped.tolist() == [4, 0]
+    assert int(sop.table.visits.sum()) == 2
+
+
+# -- bad input ---------------------------------------------------------------------------------------------------------
+
+GOOD = batch(4, 5, 20)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "says"),
+    [
+        ({"index": torch.tensor([0, 1, 2, 20])}, IndexError, r"index\[3\] = 20 is outside \[0, num_samples = 20\)"),
+        ({"index": torch.tensor([0, -1, 2, 3])}, IndexError, r"index\[1\] = -1"),
+        ({"labels": torch.tensor([0, 5, 2, 3])}, IndexError, r"labels\[1\] = 5 is outside \[0, num_classes = 5\)"),
+        ({"labels": torch.tensor([0, 1, 2, -1])}, IndexError, r"labels\[3\] = -1"),
+        ({"labels": torch.tensor([0.0, 1, 2, 3])}, TypeError, "labels must be int64 or int32, got float32"),
+        ({"index": torch.tensor([True, False, True, True])}, TypeError, "index must be int64 or int32, got bool"),
+        ({"index": torch.tensor([0, 1, 2])}, ValueError, r"index must have the shape \(4,\)"),
+        ({"labels": torch.zeros(4, 1, dtype=torch.int64)}, ValueError, r"labels must have the shape \(4,\)"),
+        ({"logits": torch.zeros(4, 6)}, ValueError, "logits have 6 classes, .* num_classes=5"),
+        ({"logits": torch.zeros(20)}, ValueError, r"logits must be floats of shape \(batch, classes\)"),
+        ({"logits": torch.zeros(4, 5, dtype=torch.int64)}, ValueError, "got int64"),
+        ({"logits": torch.zeros(4, 5, device="meta")}, ValueError, "logits are on meta, .* is on cpu: call sop.to"),
+        ({"index": torch.zeros(4, dtype=torch.int64, device="meta")}, ValueError, "index is on meta"),
+        ({"weight": torch.ones(3)}, ValueError, r"weight must be floats of the shape \(4,\)"),
+        ({"weight": torch.ones(4, dtype=torch.int64)}, ValueError, "weight must be floats"),
+        ({"weight": torch.tensor([1.0, -1, 1, 1])}, ValueError, r"weight\[1\] = -1.0 is not a finite number >= 0"),
+        ({"weight": torch.tensor([1.0, 1, float("nan"), 1])}, ValueError, r"weight\[2\] = nan"),
+        ({"logits2": torch.zeros(4, 5)}, ValueError, "logits2 has no effect with consistency=0"),
+    ],
+)
+def test_bad_input_gets_a_clear_error_and_changes_nothing(
+    change: dict[str, Tensor], error: type[Exception], says: str
+) -> None:
+    sop = SOP(20, 5)
+    before = snapshot(sop)
+    arguments: dict[str, Any] = dict(zip(("logits", "labels", "index"), GOOD, strict=True)) | change
+    with pytest.raises(error, match=says):
+        sop(**arguments)
+    assert same(before, snapshot(sop))
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"num_samples": 0}, "num_samples must be an integer at least 1"),
+        ({"num_samples": 2.5}, "num_samples must be an integer"),
+        ({"num_classes": 1}, "num_classes must be an integer at least 2"),
+        ({"variant": "flwo"}, "variant must be one of 'flow', 'paper', 'official', got 'flwo'"),
+        ({"visits": 0}, "visits must be a finite number > 0"),
+        ({"visits": float("nan")}, "visits must be a finite number > 0"),
+        ({"alpha_v": 3.0}, "alpha_v belongs to variant='paper'; variant='flow' takes visits"),
+        ({"variant": "paper", "visits": 3}, "visits belongs to variant='flow'"),
+        ({"variant": "paper", "tau": -1}, "tau must be a finite number >= 0"),
+        ({"variant": "official", "batch_size": 0}, "batch_size must be at least 1"),
+        ({"layout": "sparse"}, "layout must be 'auto', 'dense' or 'slots'"),
+        ({"slots": 0}, "slots must be an integer at least 1"),
+        ({"seed": -1}, "seed must be an integer in"),
+        ({"eps": 0.5}, "eps must be in"),
+        ({"eps": 1e-9}, "eps must be in"),
+        ({"reduction": "median"}, "reduction must be"),
+        ({"consistency": -0.1}, "consistency must be a finite number >= 0"),
+        ({"balance": float("inf")}, "balance must be a finite number >= 0"),
+        ({"balance": 0.1, "reduction": "none"}, "terms of a whole batch"),
+        ({"prior": torch.ones(5)}, "prior has no effect with balance=0"),
+        ({"balance": 0.1, "prior": torch.ones(4)}, "prior must be num_classes = 5 numbers"),
+    ],
+)
+def test_bad_settings_are_named(settings: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        SOP(**({"num_samples": 20, "num_classes": 5} | settings))
+
+
+def test_tau_is_only_for_the_papers_variant() -> None:
+    sop = SOP(20, 5, variant="paper")
+    sop.tau = 0.5
+    assert sop.rates.step().v == pytest.approx(4 * 10 * 0.5)
+    with pytest.raises(AttributeError, match="tau belongs to variant='paper'"):
+        SOP(20, 5).tau = 0.1
+
+
+# -- SOP+ --------------------------------------------------------------------------------------------------------------
+
+
+def test_sop_plus_adds_the_two_terms_of_the_method() -> None:
+    z, labels, index = batch(6, 5, 20)
+    z2 = torch.randn(6, 5, generator=torch.Generator().manual_seed(9))
+    weight = torch.tensor([1.0, 2, 0, 1, 0.5, 1])
+    prior = torch.tensor([4.0, 3, 2, 1, 0])
+    plus = SOP(20, 5, consistency=0.9, balance=0.1, prior=prior)
+    plain = SOP(20, 5)
+    a, a2, b, b2 = (x.clone().requires_grad_() for x in (z, z2, z, z2))
+    loss = plus(a, labels, index, logits2=a2, weight=weight)
+    share = (weight / weight.sum()).double()
+    p, q = b.double().softmax(1), b2.double().softmax(1)
+    target = p.detach()
+    kl = (target * (target.log() - q.log())).sum(1)
+    mean = (p * share[:, None]).sum(0)
+    known = prior.double() / prior.sum()
+    balance = sum(
+        float(x) * (torch.tensor(float(x)).log() - m.log()) for x, m in zip(known, mean, strict=True) if x > 0
+    )
+    expected = plain(b, labels, index, weight=weight) + 0.9 * (kl * share).sum() + 0.1 * balance
+    torch.testing.assert_close(loss.double(), expected.double(), rtol=1e-5, atol=1e-6)
+    loss.backward()
+    expected.backward()
+    torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(a2.grad, b2.grad, rtol=1e-4, atol=1e-6)
+    assert same(plus.table.state_dict(), plain.table.state_dict())  # the terms do not touch the rows
+
+
+def test_a_second_view_that_is_not_finite_drops_the_sample() -> None:
+    z, labels, index = batch(4, 5, 20)
+    z2 = z.clone()
+    z2[1] = float("nan")
+    sop = SOP(20, 5, consistency=0.5)
+    a, a2 = z.requires_grad_(), z2.requires_grad_()
+    loss = sop(a, labels, index, logits2=a2)
+    loss.backward()
+    assert torch.isfinite(loss)
+    assert a.grad is not None
+    assert a2.grad is not None
+    assert torch.isfinite(a.grad).all()
+    assert torch.isfinite(a2.grad).all()
+    assert int(sop.table.visits[index[1]]) == 0
+    assert sop.skipped.tolist() == [0, 1]
+
+
+def test_consistency_without_a_second_view_says_what_to_pass() -> None:
+    with pytest.raises(ValueError, match="pass the logits of the second one as logits2"):
+        SOP(20, 5, consistency=0.5)(*GOOD)
+
+
+# -- reading the result ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=LAYOUTS)
+def learned(request: pytest.FixtureRequest) -> SOP:
+    """Ten samples with label 0, of which the network insists that 7, 8, 9 are class 3; sample 5 is never visited."""
+    sop = SOP(10, 4, layout=request.param, slots=2)
+    z = torch.zeros(10, 4)
+    z[:7, 0] = 4
+    z[7:, 3] = 4
+    seen = torch.tensor([0, 1, 2, 3, 4, 6, 7, 8, 9])
+    for _ in range(8):
+        sop(z[seen], torch.zeros(9, dtype=torch.int64), seen)
+    return sop
+
+
+def test_wrong_labels_are_ranked_flagged_and_relabelled(learned: SOP) -> None:
+    given_labels = torch.zeros(10, dtype=torch.int64)
+    assert sorted(learned.suspects(3).tolist()) == [7, 8, 9]
+    assert learned.flags().tolist() == [False] * 7 + [True] * 3
+    assert learned.proposed_labels(given_labels).tolist() == [0] * 7 + [3] * 3
+    assert learned.noise_rate() == pytest.approx(3 / 9)
+    for kind in ("loss", "margin"):
+        scores = learned.noise_scores(kind)  # type: ignore[arg-type]
+        assert float(scores[7:].min()) > float(scores[:7].max())
+        assert scores[5] == -torch.inf  # no evidence, last in every ranking
+    assert float(learned.noise_scores()[0]) == pytest.approx(
+        float(F.cross_entropy(torch.tensor([[4.0, 0, 0, 0]]), torch.tensor([0])))
+    )
+    assert float(learned.noise_scores("margin")[0]) == pytest.approx(
+        -float(torch.tensor([4.0, 0, 0, 0]).softmax(0)[:2].diff().neg())
+    )
+
+
+def test_reading_with_bad_arguments_says_so(learned: SOP) -> None:
+    with pytest.raises(ValueError, match="kind must be"):
+        learned.noise_scores("variance")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="labels must be 10 integers"):
+        learned.proposed_labels(torch.zeros(9, dtype=torch.int64))
+    with pytest.raises(ValueError, match="count must be in"):
+        learned.suspects(11)
+
+
+def test_noise_rate_before_the_first_visit_is_nan() -> None:
+    assert SOP(5, 3).noise_rate() != SOP(5, 3).noise_rate()
+
+
+def test_a_clear_conscience_is_restored_when_the_network_changes_its_mind(learned: SOP) -> None:
+    z = torch.zeros(3, 4)
+    z[:, 0] = 4
+    for _ in range(3):
+        learned(z, torch.zeros(3, dtype=torch.int64), torch.tensor([7, 8, 9]))
+    assert not learned.flags().any()
+
+
+# -- the forecast ------------------------------------------------------------------------------------------------------
+
+
+def test_the_papers_clothing1m_setting_warns_that_the_table_never_acts() -> None:
+    with pytest.warns(InactiveTableWarning, match=r"after about 2,312 visits, but 10 epochs"):
+        SOP(1000, 14, variant="paper", alpha_u=0.1, alpha_v=1, tau=0.002, epochs=10)
+    with pytest.warns(InactiveTableWarning, match="never"):
+        SOP(1000, 14, variant="paper", alpha_v=0.0).forecast(10)
+
+
+def test_a_setting_that_acts_in_time_does_not_warn() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        forecast = SOP(1000, 14, epochs=10).forecast(10)
+    assert forecast.activates
+    assert forecast.visits == 4
+    assert "after about 4 visits" in str(forecast)
+
+
+def test_more_classes_than_the_authors_eps_allows_still_have_a_gradient() -> None:
+    """At eps = 1e-4 a fresh network with 22,000 classes would be clipped everywhere."""
+    sop = SOP(4, 22_000, layout="slots")
+    z = torch.zeros(4, 22_000, requires_grad=True)
+    sop(z, torch.arange(4), torch.arange(4)).backward()
+    assert z.grad is not None
+    assert float(z.grad.gather(1, torch.arange(4)[:, None]).abs().min()) > 0.1
+    assert SOP(4, 1000).eps == 1e-4

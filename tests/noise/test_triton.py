@@ -1,0 +1,174 @@
+"""The Triton kernels: run in the interpreter against the reference, and compiled for real GPUs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sopdist import SOP
+from sopdist.noise.kernels import choose_kernels, reference, triton_kernels
+from sopdist.noise.kernels.facts import DROPPED, Facts
+from sopdist.noise.kernels.triton_loss import ONE_TILE
+from sopdist.noise.rates import Flow, Official, Paper, Rates
+from sopdist.noise.rows import NoiseTable
+
+RULES: list[Rates] = [Flow(4), Paper(30, 300, 0.02), Official(100, 300, 128)]
+LAYOUTS = ("dense", "slots")
+
+
+def noisy_table(samples: int, classes: int, layout: Any, *, slots: int = 3) -> NoiseTable:
+    """Rows with small, large and (as `official` may have) more than full noise."""
+    table = NoiseTable(samples, classes, layout=layout, slots=slots, seed=11)
+    generator = torch.Generator().manual_seed(2)
+    table.u.copy_(torch.rand(samples, generator=generator) * 2.4 - 1.2)
+    values = torch.rand(samples, min(slots, classes), generator=generator) * 2.4 - 1.2
+    numbers = torch.rand(samples, classes, generator=generator).topk(values.shape[1]).indices
+    if table.classes is None:
+        table.v.scatter_(1, numbers, values)
+    else:
+        table.v[::2], table.classes[::2] = values[::2], numbers[::2].to(table.classes.dtype)
+    return table
+
+
+def assert_close(got: Any, expected: Any) -> None:
+    kept = expected.facts.predicted != DROPPED
+    assert torch.equal(got.facts.predicted, expected.facts.predicted)
+    torch.testing.assert_close(got.losses, expected.losses, rtol=1e-5, atol=1e-6)
+    gradient = [result.gradient * result.scale[:, None] for result in (got, expected)]
+    torch.testing.assert_close(*gradient, rtol=1e-4, atol=1e-6)
+    for a, b in zip(got.facts[1:], expected.facts[1:], strict=True):
+        torch.testing.assert_close(a[kept], b[kept], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("classes", [2, 3, 127, 1000, ONE_TILE, ONE_TILE + 1, 22_000])
+@pytest.mark.parametrize("reclip", [False, True])
+def test_the_loss_kernel_agrees_with_the_reference(layout: Any, classes: int, reclip: bool) -> None:
+    generator = torch.Generator().manual_seed(classes)
+    table = noisy_table(9, classes, layout)
+    batch = 5
+    index = torch.randperm(9, generator=generator)[:batch]
+    z = torch.randn(batch, classes, generator=generator) * torch.tensor([[0.1], [1], [5], [5], [30]])
+    labels = torch.randint(classes, (batch,), generator=generator)
+    eps = min(1e-4, 0.1 / classes)
+    arguments = (z, labels, index, table.block, None)
+    got, expected = (k.fused_loss(*arguments, eps=eps, reclip=reclip) for k in (triton_kernels, reference))
+    assert_close(got, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_loss_kernel_takes_every_type_ties_strides_and_samples_to_drop(dtype: torch.dtype) -> None:
+    table = noisy_table(8, 50, "slots")
+    generator = torch.Generator().manual_seed(0)
+    z = (torch.randn(8, 2 * 50, generator=generator) * 2).to(dtype)[:, ::2]  # columns two apart
+    z[0] = 1.0  # all tied: the lowest class wins
+    z[1, 3], z[2, 4], z[3, 5] = float("nan"), float("inf"), float("-inf")
+    labels = torch.tensor([7, 1, 2, 3, 4, 5, 6, 0])
+    keep = torch.tensor([True, True, True, True, False, True, True, True])
+    arguments = (z, labels, torch.arange(8), table.block, keep)
+    got, expected = (k.fused_loss(*arguments, eps=1e-4, reclip=False) for k in (triton_kernels, reference))
+    assert_close(got, expected)
+    assert got.facts.predicted[:5].tolist() == [0, DROPPED, DROPPED, DROPPED, DROPPED]
+    assert not got.gradient[1:5].any()
+
+
+def random_facts(batch: int, classes: int, generator: torch.Generator) -> Facts:
+    predicted = torch.randint(classes, (batch,), generator=generator)
+    predicted[torch.rand(batch, generator=generator) < 0.15] = DROPPED
+    loss, margin, pull = torch.randn(3, batch, generator=generator)
+    return Facts(predicted, loss.abs(), margin.tanh(), pull)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("rates", RULES, ids=lambda rates: type(rates).__name__)
+@pytest.mark.parametrize(("samples", "classes", "batch"), [(6, 5, 20), (40, 1100, 9), (3, 2, 7)])
+def test_the_row_kernels_end_with_the_bits_of_the_reference(
+    layout: Any, rates: Rates, samples: int, classes: int, batch: int
+) -> None:
+    """With duplicates in the batch, dropped samples, evictions, and a partitioned table."""
+    generator = torch.Generator().manual_seed(1)
+    ours, theirs = (
+        NoiseTable(samples * 2, classes, layout=layout, slots=3, seed=2**62 + 5, first=1, stride=2) for _ in range(2)
+    )
+    for _ in range(5):
+        index = torch.randint(samples, (batch,), generator=generator)
+        facts = random_facts(batch, min(classes, 8), generator)
+        for table, kernels in ((ours, triton_kernels), (theirs, reference)):
+            kernels.update_rows(table, index, index % classes, facts, rates.step())
+    for name, buffer in theirs.named_buffers():
+        assert torch.equal(ours.get_buffer(name), buffer), name
+    if theirs.evictions is not None and classes == 5:
+        assert int(theirs.evictions.sum()) > 0
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_whole_module_runs_on_the_triton_kernels(layout: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def train() -> tuple[list[float], Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        sop, losses = SOP(12, 6, layout=layout), []
+        for _ in range(4):
+            z = (torch.randn(8, 6, generator=generator) * 3).requires_grad_()
+            loss = sop(z, torch.arange(8) % 6, torch.arange(8))
+            loss.backward()
+            assert z.grad is not None
+            losses += [float(loss.detach()), float(z.grad.abs().sum())]
+        return losses, sop.table.dense_v(torch.arange(12))
+
+    expected = train()
+    monkeypatch.setenv("SOPDIST_KERNELS", "triton")
+    assert choose_kernels(torch.device("cpu")) is triton_kernels
+    got = train()
+    assert got[0] == pytest.approx(expected[0], rel=1e-5)
+    assert torch.equal(got[1], expected[1])
+
+
+def test_the_kernels_are_chosen_in_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SOPDIST_KERNELS", raising=False)
+    assert choose_kernels(torch.device("cpu")) is reference
+    assert choose_kernels(torch.device("cuda")) is triton_kernels
+    monkeypatch.setenv("SOPDIST_KERNELS", "reference")
+    assert choose_kernels(torch.device("cuda")) is reference
+    monkeypatch.setenv("SOPDIST_KERNELS", "cuda")
+    with pytest.raises(ValueError, match="must be 'reference' or 'triton', got 'cuda'"):
+        choose_kernels(torch.device("cpu"))
+    monkeypatch.setenv("SOPDIST_KERNELS", "triton")
+    monkeypatch.delenv("TRITON_INTERPRET")
+    with pytest.raises(RuntimeError, match="TRITON_INTERPRET=1"):
+        choose_kernels(torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Every kernel compiled for every target, in a process of its own: this one interprets."""
+    out: Path = tmp_path_factory.mktemp("aot") / "kernels.json"
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    subprocess.run([sys.executable, "-m", "sopdist", "bench", "kernels", "--out", out], env=environment, check=True)
+    kernels: list[dict[str, Any]] = json.loads(out.read_text())["kernels"]
+    return kernels
+
+
+def test_every_kernel_compiles_for_every_target(compiled: list[dict[str, Any]]) -> None:
+    for target in ("sm_80", "sm_90", "sm_100"):
+        for classes in (10, 1000, 22_000):
+            mine = [k for k in compiled if k["target"] == target and k["classes"] == classes]
+            assert {(k["kernel"], k["layout"]) for k in mine} == {(a, b) for a in ("loss", "rows") for b in LAYOUTS}
+            assert {k["detail"] for k in mine if k["kernel"] == "loss"} == {"float32", "bfloat16", "float16"}
+            assert {k["detail"] for k in mine if k["kernel"] == "rows"} == {"flow", "paper", "official"}
+            assert all(0 < k["registers"] <= 255 and k["cubin_bytes"] > 1000 for k in mine)
+
+
+def test_nothing_spills(compiled: list[dict[str, Any]]) -> None:
+    assert [k for k in compiled if k["spilled_bytes"]] == []
+
+
+def test_the_row_kernels_use_only_operations_that_every_device_rounds_alike(compiled: list[dict[str, Any]]) -> None:
+    assert [k for k in compiled if k["kernel"] == "rows" and k["inexact"]] == []
+    assert all(k["inexact"] for k in compiled if k["kernel"] == "loss")  # the search does find what it looks for
