@@ -5,8 +5,19 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import Any, Protocol
 
 from . import __version__
+
+
+class Command(Protocol):
+    """A module that is a subcommand."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Declare its options."""
+
+    def run(self, args: argparse.Namespace) -> int:
+        """Do its work; returns the exit code."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,11 +52,11 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add(commands: argparse._SubParsersAction, module: object, name: str, summary: str) -> None:  # type: ignore[type-arg]
-    """A subcommand whose options and work are in a module: `add_arguments(parser)` and `run(args)`."""
+def _add(commands: Any, module: Command, name: str, summary: str) -> None:
+    """Hang the module's command into the parser; its docstring is the help text."""
     doc = (module.__doc__ or "").strip()
     parser = commands.add_parser(
         name, help=summary, description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    module.add_arguments(parser)  # type: ignore[attr-defined]
-    parser.set_defaults(run=module.run)  # type: ignore[attr-defined]
+    module.add_arguments(parser)
+    parser.set_defaults(run=module.run)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import sys
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -46,13 +47,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Train both networks, print the comparison and the five most suspicious samples."""
     if not 0 <= args.noise <= 1 or args.epochs < 1:
-        print("sopdist demo: --noise must be in [0, 1] and --epochs at least 1")
+        print("sopdist demo: --noise must be in [0, 1] and --epochs at least 1", file=sys.stderr)
         return 2
     data = load_digits_with_noise(args.noise, args.seed)
     wrong = data.given != data.true
     print(
         f"{len(data.train):,} training images of handwritten digits, {len(data.test)} test images.\n"
-        f"{args.noise:.0%} of the training labels were drawn anew at random; {wrong.float().mean():.1%} are now wrong.\n"
+        f"{args.noise:.0%} of the training labels were drawn anew at random: {wrong.float().mean():.1%} are wrong.\n"
     )
     torch.manual_seed(args.seed)
     ce_model = make_model()
@@ -150,8 +151,9 @@ def print_comparison(ce_model: nn.Module, sop_model: nn.Module, sop: SOP, data: 
         print(f"{name:24}{ce:8.1%}{ours:8.1%}")
     if wrong.any() and not wrong.all():
         flags, proposed = sop.flags(), sop.proposed_labels(data.given)
+        auroc = roc_auc_score(wrong, sop.noise_scores())
         print(
-            f"\nSOP ranks wrong labels before right ones with an AUROC of {roc_auc_score(wrong, sop.noise_scores()):.3f}.\n"
+            f"\nSOP ranks wrong labels before right ones with an AUROC of {auroc:.3f}.\n"
             f"It flags {int(flags.sum())} labels: {float(wrong[flags].float().mean()):.1%} of these are wrong, "
             f"and they are {float(flags[wrong].float().mean()):.1%} of all wrong ones.\n"
             f"Estimated noise {sop.noise_rate():.1%}, true {float(wrong.float().mean()):.1%}. "

@@ -38,19 +38,22 @@ class Sizes(NamedTuple):
         return f"N={self.samples:,} K={self.classes:,}"
 
 
-def draw_batches(sizes: Sizes, most: int, *, seed: int = 0, requires_grad: bool = False) -> list[Batch]:
-    """One epoch in random order, cut off after `most` batches: no sample comes twice.
+def draw_batches(sizes: Sizes, count: int, *, seed: int = 0, requires_grad: bool = False) -> list[Batch]:
+    """Batches of as many epochs as it takes, each in a random order of its own, so that no sample is twice in a batch.
 
-    The logits are those of an untrained network: nearly every sample is predicted against its label, by a class that
-    has no slot yet, which is the most work a step can be for the layout "slots".
+    The logits are those of an untrained network: nearly every sample is predicted against its label, at every visit by
+    another class, which then takes a slot. That is the most work a step can be for the layout "slots".
     """
     random = torch.Generator().manual_seed(seed)
-    count = min(most, sizes.samples // sizes.batch)
-    index = torch.randperm(sizes.samples, generator=random)[: count * sizes.batch].view(count, sizes.batch)
-    labels = torch.randint(sizes.classes, (count, sizes.batch), generator=random)
+    labels = torch.randint(sizes.classes, (sizes.samples,), generator=random)
     shape = (min(count, LOGITS_POOL), sizes.batch, sizes.classes)
     pool = [logits.clone().requires_grad_(requires_grad) for logits in torch.randn(shape, generator=random)]
-    return [(pool[i % len(pool)], labels[i], index[i]) for i in range(count)]
+    steps = min(count, sizes.samples // sizes.batch)  # of an epoch
+    batches: list[Batch] = []
+    while len(batches) < count:
+        epoch = torch.randperm(sizes.samples, generator=random)[: steps * sizes.batch].view(steps, sizes.batch)
+        batches += [(pool[(len(batches) + i) % len(pool)], labels[index], index) for i, index in enumerate(epoch)]
+    return batches[:count]
 
 
 def published_loss(logits: Tensor, labels: Tensor, u: Tensor, v: Tensor, eps: float) -> Tensor:

@@ -1,7 +1,7 @@
 """Compile the CUDA kernels ahead of time for sm_80, sm_90 and sm_100, and list what they became.
 
-Registers a thread, bytes spilled to local memory, and whether a row kernel left the operations that every device rounds alike. Needs
-no GPU.
+Registers a thread, bytes spilled to local memory, and whether a row kernel left the operations that every device
+rounds alike. Needs no GPU.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from ..noise.kernels import aot
-from .timing import format_table, write_json
+from .timing import environment, format_table, write_json
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
         for build in tqdm(builds, desc="compiling", unit="kernel", file=sys.stderr)
         for target in args.targets
     ]
-    write_json(args.out, {"kernels": [usage.as_dict() for usage in usages]})
+    write_json(args.out, environment(), {"kernels": [usage.as_dict() for usage in usages]})
     rows = []
     for build, first in zip(builds, range(0, len(usages), len(args.targets)), strict=True):
         mine = usages[first : first + len(args.targets)]
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     spilled = sum(usage.spilled_bytes > 0 for usage in usages)
     inexact = sum(usage.kernel == "rows" and bool(usage.inexact) for usage in usages)
     print(
-        f"\n{len(usages)} builds; {spilled} spill; {inexact} row kernels use an operation that devices round differently."
+        f"\n{len(usages)} builds; {spilled} spill; {inexact} row kernels use operations that devices round differently."
     )
     print(f"Figures: {args.out}")
     return 1 if spilled or inexact else 0

@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from ..noise.rows import row_bytes
 from .candidates import AUTHORS, CANDIDATES, CROSS_ENTROPY, OURS, Batch, Sizes, Step, draw_batches
-from .timing import Timing, format_table, measure, write_json
+from .timing import Timing, environment, format_table, load_warning, measure, write_json
 
 LOSSES = ("slots, flow", "dense, flow")  # what part 2 holds against cross-entropy
 LOSS_FACTOR, LOSS_EXTRA = 1.5, 0.5e-3  # the target of part 2: that many times cross-entropy, and seconds on top
@@ -86,7 +86,7 @@ def measure_cells(
     bind = _whole_loss if backward else _forward
     cells: list[Cell] = []
     calls: dict[tuple[Sizes, str], Callable[[], object]] = {}
-    for sizes in sweep:
+    for sizes in tqdm(sweep, desc=f"{title}: setting up", unit="size", leave=False):
         cell = Cell(sizes, {}, {name: CANDIDATES[name].nbytes(sizes) for name in names}, {})
         batches = draw_batches(sizes, 2 * grid.repeats, requires_grad=backward)
         for name, need in cell.nbytes.items():
@@ -193,7 +193,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure, print, write the results file; 0 whether or not the targets are met, which is for a person to read."""
-    grid: Grid = QUICK if args.quick else FULL
+    grid, header = QUICK if args.quick else FULL, environment()
+    if warning := load_warning(header):
+        print(warning)
     cells: dict[Sizes, Cell] = {}
     for title, sweep in grid.sweeps.items():
         found = measure_cells(sweep, list(CANDIDATES), grid, args.max_gib, title=title)
@@ -206,13 +208,11 @@ def run(args: argparse.Namespace) -> int:
     _show_loss(loss)
     verdicts = judge(cells, loss)
     print("", *verdicts, sep="\n")
-    write_json(
-        args.out,
-        {
-            "table": [cell.as_json() for cell in cells.values()],
-            "loss": loss.as_json(),
-            "verdicts": [asdict(verdict) for verdict in verdicts],
-        },
-    )
+    results = {
+        "table": [cell.as_json() for cell in cells.values()],
+        "loss": loss.as_json(),
+        "verdicts": [asdict(verdict) for verdict in verdicts],
+    }
+    write_json(args.out, results, header)
     print(f"\nwritten: {args.out}")
     return 0

@@ -51,8 +51,10 @@ def measure(
     budget: float = 10.0,
     title: str = "",
 ) -> dict[Name, Timing]:
-    """Time every candidate `repeats` times, in turns of `block` calls; one whose calls would take more than `budget`
-    seconds in all gets fewer of them, spread over the whole run."""
+    """Time every candidate `repeats` times, in turns of `block` calls.
+
+    One whose calls would take more than `budget` seconds in all gets fewer of them, spread over the whole run.
+    """
     if repeats < 1 or block < 1 or warmup < 1:
         raise ValueError(f"repeats, block and warmup must be at least 1, got {repeats}, {block} and {warmup}")
     calls = {}
@@ -102,7 +104,7 @@ def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def environment() -> dict[str, Any]:
-    """What a reader must know of the run to judge its numbers."""
+    """What a reader must know of the run to judge its numbers; to be asked before the run puts load on the machine."""
     return {
         "sopdist": sopdist.__version__,
         "torch": torch.__version__,
@@ -110,11 +112,20 @@ def environment() -> dict[str, Any]:
         "machine": platform.machine(),
         "cpu_count": os.cpu_count(),
         "threads": torch.get_num_threads(),
+        "load": round(os.getloadavg()[0], 2),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
 
 
-def write_json(path: Path, results: Mapping[str, Any]) -> None:
-    """Write the results under a header that describes the environment."""
+def load_warning(header: Mapping[str, Any]) -> str:
+    """One line if others kept the machine busy when the run began, else nothing."""
+    load, cores = header["load"], header["cpu_count"]
+    if load < 0.5 * cores:
+        return ""
+    return f"the machine was busy at the start (load {load} on {cores} cores): the numbers will be noisy"
+
+
+def write_json(path: Path, results: Mapping[str, Any], header: Mapping[str, Any] | None = None) -> None:
+    """Write the results below the environment they were measured in: the given one, or as it is now."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"environment": environment(), **results}, indent=2) + "\n")
+    path.write_text(json.dumps({"environment": header or environment(), **results}, indent=2) + "\n")

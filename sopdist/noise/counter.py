@@ -1,8 +1,8 @@
 """Initial values of the noise table, as a pure function of (seed, sample, class).
 
-A value must not depend on who computes it: rank, layout, device or order. So nothing here has state. The integers are those of
-Philox-4x32-10, the generator behind `tl.randn`; the counter is (class // 4, sample, stream) and one call serves four
-neighbouring classes, as `tl.randn4x` does:
+A value must not depend on who computes it: rank, layout, device or order. So nothing here has state. The integers are
+those of Philox-4x32-10, the generator behind `tl.randn`; the counter is (class // 4, sample, stream) and one call
+serves four neighbouring classes, as `tl.randn4x` does:
 
     words(seed, i, k)   = philox(key = seed, counter = (k // 4, i mod 2^32, i div 2^32, stream))    four 32-bit words
     normal(seed, i, k)  = word pair (0, 1) or (2, 3) -> Box-Muller -> cosine or sine, chosen by k mod 4

@@ -1,7 +1,7 @@
 """How fast a row learns: the three update rules of u and v, as settings a person writes and as numbers a kernel reads.
 
-For one entry, h says whether the network contradicts the label there: for v_k, h = 1 where k is the predicted class; for u,
-h = 1 where the predicted class is not the label. q is the square of the entry.
+For one entry, h says whether the network contradicts the label there: for v_k, h = 1 where k is the predicted class;
+for u, h = 1 where the predicted class is not the label. q is the square of the entry.
 
     flow      dq/dt = 8 q (h - q), solved exactly over one visit of length T / 8 with T = ln(1e16) / visits:
                   h = 1:  q <- q / (q + (1 - q) e^-T)          logit(q) grows by T

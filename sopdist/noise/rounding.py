@@ -1,7 +1,7 @@
 """The square root as IEEE 754 rounds it.
 
-`torch.sqrt` of CPU tensors goes through a vector maths library whose last bit is sometimes off, so that sqrt(x * x) is not
-always |x| and a CPU would not agree with a GPU. NumPy uses the processor's own instruction, which is right.
+`torch.sqrt` of CPU tensors goes through a vector maths library whose last bit is sometimes off, so that sqrt(x * x) is
+not always |x| and a CPU would not agree with a GPU. NumPy uses the processor's own instruction, which is right.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ def choose_layout(num_samples: int, num_classes: int, slots: int = DEFAULT_SLOTS
 
 
 class NoiseTable(nn.Module):
-    """Rows of u, v and running means, as buffers that move with `.to(device)` and stay float32 whatever the module's type."""
+    """Rows of u, v and running means: buffers that follow `.to(device)` and stay float32 whatever the module's type."""
 
     u: Tensor
     v: Tensor
@@ -155,15 +155,15 @@ class NoiseTable(nn.Module):
     def strongest(self) -> tuple[Tensor, Tensor]:
         """For each row the largest v^2 and its class, (R,) each; an untouched slots row answers 0 and class 0."""
         if self.classes is None:
-            values, where = zip(*(self.v[part].abs().max(dim=1) for part in self._parts()), strict=True)
-            return torch.cat(values).square(), torch.cat(where)
-        values, where = self.v.abs().masked_fill(self.classes == _FREE, 0).max(dim=1)
-        return values.square(), self.classes.gather(1, where[:, None])[:, 0].clamp_min(0).to(torch.int64)
+            largest = [self.v[part].abs().max(dim=1) for part in self._parts()]
+            return torch.cat([part.values for part in largest]).square(), torch.cat([part.indices for part in largest])
+        size, slot = self.v.abs().max(dim=1)  # a free slot holds 0
+        return size.square(), self.classes.gather(1, slot[:, None])[:, 0].clamp_min(0).to(torch.int64)
 
     def _parts(self) -> Iterator[slice]:
         """Slices of the rows, small enough that a dense temporary of one stays small."""
         step = max(1, _CHUNK_ENTRIES // self.num_classes)
-        return (slice(start, start + step) for start in range(0, len(self), step))
+        return (slice(start, start + step) for start in range(0, max(len(self), 1), step))
 
     def _apply(self, fn: Any, recurse: bool = True) -> NoiseTable:
         """Follow the module to another device, but never to another type: 1e-8 underflows in half precision."""
@@ -216,7 +216,7 @@ class NoiseTable(nn.Module):
         saved = dict(zip(_META, (int(x) for x in found["meta"].flatten()), strict=False))
         if saved.get("format") != FORMAT_VERSION:
             raise ValueError(
-                f"it has format {saved.get('format')}, this sopdist reads {FORMAT_VERSION}; use the sopdist that wrote it"
+                f"it has format {saved.get('format')}, this sopdist reads {FORMAT_VERSION}: use the one that wrote it"
             )
         if len(saved) != len(_META) or saved["layout"] not in range(len(_LAYOUTS)):
             raise ValueError("its description is damaged")
@@ -249,7 +249,9 @@ class NoiseTable(nn.Module):
 
     def _load_slots(self, v: Tensor, classes: Tensor | None, found: Mapping[str, Tensor]) -> None:
         """Keep the entries of largest |v| that ever moved; what does not fit counts as evicted."""
-        assert self.classes is not None and self.evictions is not None and self.evicted is not None
+        assert self.classes is not None
+        assert self.evictions is not None
+        assert self.evicted is not None
         for name in ("evictions", "evicted"):
             getattr(self, name).copy_(found[name]) if name in found else getattr(self, name).zero_()
         for part in self._parts():

@@ -6,13 +6,14 @@
         loss.backward(); optimizer.step(); optimizer.zero_grad()
     sop.suspects(100)                             # the samples whose labels are most likely wrong
 
-For a sample with label y the network's prediction p is not compared with y itself but with y after a correction s that is learned for
-this sample alone:
+For a sample with label y the network's prediction p is not compared with y itself but with y after a correction s that
+is learned for this sample alone:
 
     s = u^2 at y, -v_k^2 at every other class k          loss = -log phi(p + s)_y,   phi clips at eps and normalises
 
 s starts at nothing (1e-16) and grows only where the network keeps contradicting the label, visit after visit. A network
-learns what many samples share before it memorises what one sample says alone; by then s has explained the wrong label away.
+learns what many samples share before it memorises what one sample says alone; by then s has explained the wrong label
+away.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class SOP(nn.Module):
         seed: of the table's initial values.
         eps: where phi clips; default the authors' 1e-4, or 0.1/K where that is less (at 1e-4 a network with more than
             10,000 classes would start with everything clipped, and without gradient).
-        consistency, balance, prior: the terms of SOP+ and their weights. `consistency` needs `logits2`, the second view.
+        consistency, balance, prior: weights of the two terms of SOP+. `consistency` needs `logits2`, the second view;
             `prior` (K,) is what the mean prediction is pulled towards, uniform by default.
         epochs: the planned epochs, if known: warns at once if the table cannot act within them.
         reduction: "mean" over the samples that count, "sum", or "none" for the losses (B,), without the SOP+ terms.
@@ -205,7 +206,7 @@ class SOP(nn.Module):
         return loss if self.reduction == "mean" else loss * total
 
     def _plus_terms(self, logits: Tensor, logits2: Tensor | None, counts: Tensor, share: Tensor) -> Tensor:
-        """The weighted terms of SOP+. Samples that do not count are replaced before the softmax: a NaN reaches no other."""
+        """The terms of SOP+. Samples that do not count are replaced before the softmax, so a NaN reaches no other."""
         terms = []
         safe = logits.to(share.dtype).where(counts[:, None], 0)
         if self.prior is not None:
@@ -237,8 +238,8 @@ class SOP(nn.Module):
     def noise_scores(self, kind: Literal["loss", "margin"] = "loss") -> Tensor:
         """How suspicious each label is, (N,) float32, higher = more likely wrong; -inf for samples never visited.
 
-        The running mean of the network's own loss (or of minus its margin) on the given label. It ranks better than s itself,
-        which saturates.
+        The running mean of the network's own loss (or of minus its margin) on the given label. It ranks better than s
+        itself, which saturates.
         """
         if kind not in ("loss", "margin"):
             raise ValueError(f"kind must be 'loss' or 'margin', got {kind!r}")
@@ -274,7 +275,7 @@ class SOP(nn.Module):
         return float((self.flags() & visited).sum() / visited.sum())
 
     def evictions(self) -> tuple[int, float]:
-        """For slots: how many entries were evicted, and the largest v^2 given up. (0, 0.0) = equal to dense, bit for bit.
+        """For slots: how many entries were evicted, and the largest v^2 given up; (0, 0.0) = dense, bit for bit.
 
         That v^2 bounds the error of s at every class that was not predicted again after its eviction. One that was
         starts anew and lags behind by at most the visits it had before.
@@ -284,7 +285,7 @@ class SOP(nn.Module):
         return int(self.table.evictions.sum()), float(self.table.evicted.max())
 
     def forecast(self, epochs: float) -> Forecast:
-        """In how many visits a steadily contradicted label is explained away; warns if that is past the planned epochs."""
+        """In how many visits a steadily contradicted label is explained away; warns if fewer epochs are planned."""
         return self._forecast(epochs, stacklevel=3)
 
     def _forecast(self, epochs: float, stacklevel: int) -> Forecast:

@@ -32,7 +32,7 @@ def random_case(seed: int, batch: int, classes: int, scale: float) -> tuple[Tens
 
 
 def make(variant: str, u: Tensor, v: Tensor, **more: object) -> SOP:
-    sop = SOP(len(u), v.shape[1], layout="dense", reduction="none", **SETTINGS[variant], **more)  # type: ignore[arg-type]
+    sop = SOP(len(u), v.shape[1], layout="dense", reduction="none", **SETTINGS[variant], **more)
     sop.table.u.copy_(u)
     sop.table.v.copy_(v)
     return sop
@@ -90,7 +90,7 @@ def test_a_clipped_label_pulls_neither_u_nor_its_own_logit(variant: str) -> None
 def test_low_precision_logits_are_computed_in_float32(dtype: torch.dtype, layout: str) -> None:
     z, labels, _, _ = random_case(5, 16, 30, 4.0)
     z = z.to(dtype)
-    half, full = (SOP(16, 30, layout=layout, seed=1) for _ in range(2))  # type: ignore[arg-type]
+    half, full = (SOP(16, 30, layout=layout, seed=1) for _ in range(2))
     low, high = z.clone().requires_grad_(), z.float().requires_grad_()
     index = torch.arange(16)
     for _ in range(6):  # until the rows carry noise
@@ -111,7 +111,7 @@ def test_weights_and_reductions_scale_losses_and_gradients(reduction: str) -> No
     z, labels, u, v = random_case(8, 5, 7, 2.0)
     weight = torch.tensor([1.0, 0.5, 0.0, 2.0, 0.25])
     sop = make("paper", u, v)
-    sop.reduction = reduction  # type: ignore[assignment]
+    sop.reduction = reduction
     logits = z.double().requires_grad_()
     loss = sop(logits, labels, torch.arange(5), weight=weight)
     loss.sum().backward()

@@ -93,7 +93,7 @@ def test_u_follows_the_same_flow_as_v() -> None:
 def published_steps(
     batches: list[tuple[Tensor, Tensor, Tensor]], u: Tensor, v: Tensor, rates: Official, eps: float
 ) -> None:
-    """The authors' training of u and v: autograd through the loss of a batch divided by its size, dense SGD, in float64."""
+    """The authors' training of u and v in float64: autograd through the loss of a batch over its size, dense SGD."""
     parameters = [u.requires_grad_(), v.requires_grad_()]
     for z, labels, index in batches:
         loss = oracle.cross_entropy(z, u[index], v[index].detach(), labels, eps, reclip=True)  # v learns by l_MSE alone
@@ -109,7 +109,7 @@ def test_official_reproduces_the_published_semantics_over_many_batches(layout: s
     """Rates large enough that squares pass 1 and stop moving."""
     samples, classes, batch = 24, 5, 8
     rates = Official(lr_u=3.0, lr_v=12.0, batch_size=batch)
-    sop = SOP(samples, classes, variant="official", lr_u=3.0, lr_v=12.0, batch_size=batch, layout=layout)  # type: ignore[arg-type]
+    sop = SOP(samples, classes, variant="official", lr_u=3.0, lr_v=12.0, batch_size=batch, layout=layout)
     generator = torch.Generator().manual_seed(0)
     labels = torch.randint(classes, (samples,), generator=generator)
     centre = torch.randn(samples, classes, generator=generator) * 3

@@ -56,7 +56,7 @@ def run(stream: Stream, rates: Rates, seed: int, *, slots: int, stride: int = 1)
     shape = (stream.samples * stride, stream.classes)
     dense, sparse = (
         NoiseTable(*shape, layout=layout, slots=slots, seed=seed, first=stride - 1, stride=stride)
-        for layout in ("dense", "slots")  # type: ignore[arg-type]
+        for layout in ("dense", "slots")
     )
     for index, predicted in stream.visits:
         for table in (dense, sparse):
@@ -84,8 +84,7 @@ def test_slots_equal_dense_bit_for_bit_while_nothing_is_evicted(
 )
 def test_after_an_eviction_the_reported_bound_holds(stream: Stream, rates: Rates, slots: int) -> None:
     dense, sparse = (
-        NoiseTable(stream.samples, stream.classes, layout=layout, slots=slots, seed=5)  # type: ignore[arg-type]
-        for layout in ("dense", "slots")
+        NoiseTable(stream.samples, stream.classes, layout=layout, slots=slots, seed=5) for layout in ("dense", "slots")
     )
     assert sparse.classes is not None
     assert sparse.evictions is not None
@@ -112,12 +111,12 @@ def test_after_an_eviction_the_reported_bound_holds(stream: Stream, rates: Rates
 
 
 def test_an_evicted_class_that_returns_catches_up_within_the_visits_setting() -> None:
-    table = {layout: NoiseTable(1, 10, layout=layout, slots=2) for layout in ("dense", "slots")}  # type: ignore[arg-type]
+    table = {layout: NoiseTable(1, 10, layout=layout, slots=2) for layout in ("dense", "slots")}
     label = torch.tensor([0])
     for class_ in [1, 1, 2, 3, 4, 1, 1, 1, 1, 1, 1]:  # 1 is evicted by 4 and then predicted steadily
         for layout in table.values():
             update_rows(layout, torch.tensor([0]), label, facts_for(torch.tensor([class_])), Flow(4).step())
-    assert int(table["slots"].evictions.sum()) > 0  # type: ignore[union-attr]
+    assert int(table["slots"].evictions.sum()) > 0
     q = {name: float(layout.dense_v(torch.tensor([0]))[0, 1]) ** 2 for name, layout in table.items()}
     assert q["slots"] == pytest.approx(q["dense"], abs=1e-3)
 
@@ -152,7 +151,7 @@ def test_losses_and_gradients_are_the_same_bits_in_both_layouts(variant: str) ->
     for layout in ("dense", "slots"):
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, classes))
-        sop = SOP(samples, classes, variant=variant, layout=layout, slots=16, **rates)  # type: ignore[arg-type]
+        sop = SOP(samples, classes, variant=variant, layout=layout, slots=16, **rates)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
         for epoch in order:
             for index in epoch.split(16):

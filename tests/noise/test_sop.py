@@ -56,7 +56,7 @@ def test_duplicates_are_consecutive_visits_in_batch_order(layout: Any, seed: int
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_all_samples_of_a_batch_read_the_table_as_it_was_before(variant: Any) -> None:
     rates = {"paper": {"alpha_v": 300.0, "alpha_u": 30.0}, "official": {"lr_u": 100.0, "lr_v": 300.0}}.get(variant, {})
-    sop = SOP(1, 4, variant=variant, reduction="none", **rates)  # type: ignore[arg-type]
+    sop = SOP(1, 4, variant=variant, reduction="none", **rates)
     z = torch.tensor([[3.0, 0.0, 0.0, 0.0]]).repeat(3, 1)
     for _ in range(4):
         losses = sop(z, torch.ones(3, dtype=torch.int64), torch.zeros(3, dtype=torch.int64))
@@ -114,7 +114,7 @@ def test_a_sample_of_weight_0_leaves_its_row_alone_and_is_counted(layout: Any) -
 
 def test_a_batch_in_which_nothing_counts_has_loss_0_and_gradient_0() -> None:
     for settings in ({}, {"balance": 0.1, "consistency": 0.9}):
-        sop = SOP(20, 5, **settings)  # type: ignore[arg-type]
+        sop = SOP(20, 5, **settings)
         z, labels, index = batch(4, 5, 20)
         z = torch.full_like(z, float("nan")).requires_grad_()
         loss = sop(z, labels, index, logits2=z if settings else None)
@@ -300,7 +300,7 @@ def test_wrong_labels_are_ranked_flagged_and_relabelled(learned: SOP) -> None:
     assert learned.proposed_labels(given_labels).tolist() == [0] * 7 + [3] * 3
     assert learned.noise_rate() == pytest.approx(3 / 9)
     for kind in ("loss", "margin"):
-        scores = learned.noise_scores(kind)  # type: ignore[arg-type]
+        scores = learned.noise_scores(kind)
         assert float(scores[7:].min()) > float(scores[:7].max())
         assert scores[5] == -torch.inf  # no evidence, last in every ranking
     assert float(learned.noise_scores()[0]) == pytest.approx(
@@ -313,7 +313,7 @@ def test_wrong_labels_are_ranked_flagged_and_relabelled(learned: SOP) -> None:
 
 def test_reading_with_bad_arguments_says_so(learned: SOP) -> None:
     with pytest.raises(ValueError, match="kind must be"):
-        learned.noise_scores("variance")  # type: ignore[arg-type]
+        learned.noise_scores("variance")
     with pytest.raises(ValueError, match="labels must be 10 integers"):
         learned.proposed_labels(torch.zeros(9, dtype=torch.int64))
     with pytest.raises(ValueError, match="count must be in"):

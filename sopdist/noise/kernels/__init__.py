@@ -1,7 +1,7 @@
 """Which kernels run where: the one place that decides.
 
-CUDA tensors go through Triton, everything else through the reference. `SOPDIST_KERNELS=reference|triton` overrides that; Triton on CPU tensors needs
-its interpreter (`TRITON_INTERPRET=1`), which is slow and meant for tests.
+CUDA tensors go through Triton, everything else through the reference. `SOPDIST_KERNELS=reference|triton` overrides
+that; Triton on CPU tensors needs its interpreter (`TRITON_INTERPRET=1`), which is slow and meant for tests.
 """
 
 from __future__ import annotations

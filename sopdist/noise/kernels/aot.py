@@ -1,8 +1,8 @@
 """Compile the CUDA kernels ahead of time, on a machine with or without a GPU, and say what they became.
 
-For each kernel and GPU target: registers a thread, bytes spilled to local memory, and whether the row kernels kept to operations
-that IEEE 754 rounds in one way (no fused multiply-add, no approximate division or square root), which is what makes a table on a GPU
-equal to one on a CPU bit for bit.
+For each kernel and GPU target: registers a thread, bytes spilled to local memory, and whether the row kernels kept to
+operations that IEEE 754 rounds in one way (no fused multiply-add, no approximate division or square root), which is
+what makes a table on a GPU equal to one on a CPU bit for bit.
 
 Must run without TRITON_INTERPRET: the interpreter replaces the compiler.
 """

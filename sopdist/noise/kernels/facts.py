@@ -10,7 +10,7 @@ DROPPED = -1
 
 
 class Facts(NamedTuple):
-    """All that a row needs to know of one visit of its sample, (B,) each: a few bytes, whatever the number of classes."""
+    """All that a row needs to know of a visit of its sample, (B,) each: a few bytes, whatever the number of classes."""
 
     predicted: Tensor  # int64: the class of the largest logit, the lowest on ties; DROPPED = leave the row alone
     loss: Tensor  # float32: -log p_y, the network's own cross-entropy

@@ -3,9 +3,9 @@
 Only additions, multiplications, divisions and square roots, each an operation of its own, so that every device rounds
 them alike: given equal facts, the Triton kernels end with the same bits.
 
-A batch is a few hundred numbers, so what costs time on a CPU is the call, not the arithmetic. Hence the array code below
-is written once for both libraries: NumPy on the CPU, on the table's own memory, with a third of torch's cost a call, and
-torch elsewhere. NumPy's square root is also the correctly rounded one (see `rounding`).
+A batch is a few hundred numbers, so what costs time on a CPU is the call, not the arithmetic. Hence the array code
+below is written once for both libraries: NumPy on the CPU, on the table's own memory, with a third of torch's cost a
+call, and torch elsewhere. NumPy's square root is also the correctly rounded one (see `rounding`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Array = Any  # numpy.ndarray or Tensor
 
 
 def update_rows(table: NoiseTable, index: Tensor, labels: Tensor, facts: Facts, step: Step) -> None:
-    """Visit row `index` of each sample with its facts, in place. An index that comes twice is visited twice, in batch order."""
+    """Visit row `index` of each sample with its facts, in place; an index that comes twice twice, in batch order."""
     for part in _rounds(index, facts.predicted):
         rows, label, *seen = (x if part is None else x[part] for x in (index, labels, *facts))
         _visit(table, rows, label, Facts(*seen), step)
@@ -76,7 +76,8 @@ def _visit(table: NoiseTable, rows: Tensor, labels: Tensor, facts: Facts, step: 
         v[at] = new
         return
 
-    assert table.evictions is not None and table.evicted is not None
+    assert table.evictions is not None
+    assert table.evicted is not None
     classes, evictions, evicted = (view(x) for x in (table.classes, table.evictions, table.evicted))
     held = classes[at]  # (b, M)
     hit = held == predicted[:, None]
@@ -100,18 +101,12 @@ def _visit(table: NoiseTable, rows: Tensor, labels: Tensor, facts: Facts, step: 
 
 def _advance(xp: Any, x: Array, h: Array | bool, step: Step) -> Array:
     """Entries of v after a visit; h: whether the network contradicts the label there, one for all or one each."""
+    if not isinstance(h, bool):
+        return xp.where(h, _advance(xp, x, True, step), _advance(xp, x, False, step))
     q = x * x
     if step.rule == "flow":
-        if isinstance(h, bool):
-            below = q + (1 - q) * step.u if h else 1 + q * step.v
-        else:
-            below = xp.where(h, q + (1 - q) * step.u, 1 + q * step.v)
-        return xp.copysign(xp.sqrt(q / below), x)
-    if isinstance(h, bool):
-        gap = 1 - q if h else -q
-    else:
-        gap = xp.where(h, 1 - q, -q)
-    return _euler(xp, x, q, x + (x * step.v) * gap, step)
+        return xp.copysign(xp.sqrt(q / (q + (1 - q) * step.u if h else 1 + q * step.v)), x)
+    return _euler(xp, x, q, x + (x * step.v) * (1 - q if h else -q), step)
 
 
 def _next_u(xp: Any, u: Array, wrong: Array, pull: Array, step: Step) -> Array:

@@ -67,7 +67,7 @@ def loss_kernel(
     if WHOLE:
         z = tl.load(z_base + lanes, mask=lanes < K, other=float("-inf")).to(tl.float32)
 
-    # 1. The strongest rival of the label (the lowest class on ties), the sum of exponentials, and whether all is finite.
+    # 1. The strongest rival of the label (the lowest class on ties), the sum of exponentials, and of the logits.
     rival = -1
     z_rival = float("-inf")
     sum_z = 0.0

@@ -1,7 +1,7 @@
 """One pass over the touched rows on the GPU: the update of u, v and the running means.
 
-Every operation is an IEEE one (`div_rn`, `sqrt_rn`, no fused multiply-add), in the order of `reference`, so that a row ends with
-the same bits on a CPU and on a GPU.
+Every operation is an IEEE one (`div_rn`, `sqrt_rn`, no fused multiply-add), in the order of the reference, so that a
+row ends with the same bits on a CPU and on a GPU.
 
 Duplicates need no sorting and no atomics: the program of a sample whose row came earlier in the batch does nothing, the
 first one visits the row for all of them, in batch order.
@@ -191,7 +191,7 @@ def update_rows(table: NoiseTable, index: Tensor, labels: Tensor, facts: Facts, 
         )  # fmt: skip
     else:
         slots_rows_kernel[(batch,)](
-            table.u, table.v, table.classes, table.mean_loss, table.mean_margin, table.visits, table.evictions, table.evicted,
-            *visits, batch, table.seed, table.first, table.stride, step.v, step.u,
+            table.u, table.v, table.classes, table.mean_loss, table.mean_margin, table.visits,
+            table.evictions, table.evicted, *visits, batch, table.seed, table.first, table.stride, step.v, step.u,
             M=table.slots, BLOCK=max(2, triton.next_power_of_2(table.slots)), num_warps=1, **options,
         )  # fmt: skip
