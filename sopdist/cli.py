@@ -56,7 +56,7 @@ def _add(commands: Any, module: Command, name: str, summary: str) -> None:
     """Hang the module's command into the parser; its docstring is the help text."""
     doc = (module.__doc__ or "").strip()
     parser = commands.add_parser(
-        name, help=summary, description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+        name, help=summary.replace("%", "%%"), description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     module.add_arguments(parser)
     parser.set_defaults(run=module.run)

@@ -27,7 +27,7 @@ def test_the_demo_beats_cross_entropy_and_finds_the_wrong_labels(tmp_path: Path)
     memorised = re.search(r"wrong labels memorised +([\d.]+)% +([\d.]+)%", result.stdout)
     assert memorised is not None
     assert float(memorised[1]) > 80 > 30 > float(memorised[2])
-    auroc = re.search(r"AUROC of ([\d.]+)", result.stdout)
+    auroc = re.search(r"AUROC of (\d\.\d+)", result.stdout)
     assert auroc is not None
     assert float(auroc[1]) > 0.97
     assert "5 most suspicious labels" in result.stdout

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from tqdm import tqdm
 
 from ..noise.rows import row_bytes
@@ -189,10 +190,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=4.0,
         help="skip a candidate whose table needs more memory (default: %(default)s)",
     )
+    parser.add_argument(
+        "--threads", type=int, help="torch's threads (default: its own choice); 1 where cores are shared"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure, print, write the results file; 0 whether or not the targets are met, which is for a person to read."""
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
     grid, header = QUICK if args.quick else FULL, environment()
     if warning := load_warning(header):
         print(warning)

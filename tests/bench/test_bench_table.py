@@ -96,7 +96,7 @@ def _training_stream(epochs: int) -> list[tuple[Tensor, Tensor, Tensor]]:
 def test_peers_learn_the_table_that_sop_learns(
     table: type[DenseParameters] | type[SparseEmbedding], layout: str
 ) -> None:
-    sop = SOP(SAMPLES, CLASSES, variant="official", layout=layout, slots=CLASSES, batch_size=BATCH, **RATES)  # type: ignore[arg-type]
+    sop = SOP(SAMPLES, CLASSES, variant="official", layout=layout, slots=CLASSES, batch_size=BATCH, **RATES)
     everyone = torch.arange(SAMPLES)
     u, v = sop.table.u.clone(), sop.table.dense_v(everyone).clone()
     peer = AutogradStep(table(u.clone(), v.clone()), eps=sop.eps, **RATES)
