@@ -20,9 +20,10 @@ from sopdist.bench.candidates import (
 )
 from sopdist.bench.table import FULL, QUICK, Cell, Verdict, add_arguments, judge, run
 from sopdist.bench.timing import Timing
+from sopdist.noise.rows import Layout
 
 SAMPLES, CLASSES, BATCH = 24, 6, 8
-RATES = {"lr_u": 1.0, "lr_v": 1.0}
+RATE = 1.0
 
 
 def _run(*given: str) -> int:
@@ -94,12 +95,12 @@ def _training_stream(epochs: int) -> list[tuple[Tensor, Tensor, Tensor]]:
 @pytest.mark.parametrize("layout", ["dense", "slots"])
 @pytest.mark.parametrize("table", [DenseParameters, SparseEmbedding])
 def test_peers_learn_the_table_that_sop_learns(
-    table: type[DenseParameters] | type[SparseEmbedding], layout: str
+    table: type[DenseParameters] | type[SparseEmbedding], layout: Layout
 ) -> None:
-    sop = SOP(SAMPLES, CLASSES, variant="official", layout=layout, slots=CLASSES, batch_size=BATCH, **RATES)
+    sop = SOP(SAMPLES, CLASSES, variant="official", layout=layout, batch_size=BATCH, lr_u=RATE, lr_v=RATE)
     everyone = torch.arange(SAMPLES)
     u, v = sop.table.u.clone(), sop.table.dense_v(everyone).clone()
-    peer = AutogradStep(table(u.clone(), v.clone()), eps=sop.eps, **RATES)
+    peer = AutogradStep(table(u.clone(), v.clone()), lr_u=RATE, lr_v=RATE, eps=sop.eps)
     for batch in _training_stream(epochs=70):
         sop(*batch)
         peer(*batch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import pytest
@@ -162,3 +163,26 @@ def test_losses_and_gradients_are_the_same_bits_in_both_layouts(variant: str) ->
         weights[layout] = torch.cat([p.detach().flatten() for p in model.parameters()])
         assert float(sop.table.strongest()[0].max()) > 0.5  # the noise took part
     assert torch.equal(weights["dense"], weights["slots"])
+
+
+@settings(max_examples=40)
+@given(streams(max_classes=30, favourites=9), RATES, st.integers(2, 4), st.sampled_from(["dense", "slots"]))
+def test_rows_dealt_to_several_owners_end_as_in_one_table(
+    stream: Stream, rates: Rates, owners: int, layout: str
+) -> None:
+    """Sample i lives with owner i mod W; duplicates and evictions included, each owner sees its facts in batch order."""
+    make = functools.partial(NoiseTable, stream.samples, stream.classes, layout=layout, slots=3, seed=8)
+    whole = make()
+    parts = [make(first=owner, stride=owners) for owner in range(owners)]
+    for index, predicted in stream.visits:
+        facts = facts_for(predicted)
+        update_rows(whole, index, stream.labels[index], facts, rates.step())
+        for owner, part in enumerate(parts):
+            mine = index % owners == owner
+            if mine.any():
+                local = Facts(*(fact[mine] for fact in facts))
+                update_rows(part, index[mine] // owners, stream.labels[index[mine]], local, rates.step())
+    for owner, part in enumerate(parts):
+        for name, buffer in part.named_buffers():
+            if name != "meta":
+                assert torch.equal(buffer, whole.get_buffer(name)[owner::owners]), name
