@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -167,10 +168,8 @@ def test_losses_and_gradients_are_the_same_bits_in_both_layouts(variant: str) ->
 
 @settings(max_examples=40)
 @given(streams(max_classes=30, favourites=9), RATES, st.integers(2, 4), st.sampled_from(["dense", "slots"]))
-def test_rows_dealt_to_several_owners_end_as_in_one_table(
-    stream: Stream, rates: Rates, owners: int, layout: str
-) -> None:
-    """Sample i lives with owner i mod W; duplicates and evictions included, each owner sees its facts in batch order."""
+def test_rows_dealt_to_several_owners_end_as_one_table(stream: Stream, rates: Rates, owners: int, layout: str) -> None:
+    """Sample i lives with owner i mod W, which sees its facts in batch order; with duplicates and evictions."""
     make = functools.partial(NoiseTable, stream.samples, stream.classes, layout=layout, slots=3, seed=8)
     whole = make()
     parts = [make(first=owner, stride=owners) for owner in range(owners)]
