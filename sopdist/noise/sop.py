@@ -168,6 +168,14 @@ class SOP(nn.Module):
             logits2: (B, K) of a second, strongly augmented view, for `consistency`.
             weight: (B,) weights >= 0 of the samples in the mean.
         """
+        if torch.compiler.is_compiling():  # torch.compile must not trace updates of the table: break the graph here
+            loss: Tensor = torch.compiler.disable(self._loss)(logits, labels, index, logits2, weight)
+            return loss
+        return self._loss(logits, labels, index, logits2, weight)
+
+    def _loss(
+        self, logits: Tensor, labels: Tensor, index: Tensor, logits2: Tensor | None, weight: Tensor | None
+    ) -> Tensor:
         check_batch(logits, labels, index, logits2, weight, self.table, wants_view=self.consistency > 0)
         if not len(index):
             empty = logits.to(torch.promote_types(logits.dtype, torch.float32)).sum(1)

@@ -71,6 +71,15 @@ def test_in_eval_mode_nothing_is_learned() -> None:
     assert same(before, snapshot(sop))
 
 
+def test_a_compiled_training_step_learns_what_an_eager_one_does() -> None:
+    z, labels, index = batch(8, 5, 20)
+    eager, compiled = SOP(20, 5), SOP(20, 5)
+    step = torch.compile(lambda z: compiled(z * 2, labels, index) * 3, backend="eager")
+    for _ in range(5):
+        assert float(step(z)) == float(eager(z * 2, labels, index) * 3)
+    assert same(eager.state_dict(), compiled.state_dict())
+
+
 # -- samples that do not count -----------------------------------------------------------------------------------------
 
 
