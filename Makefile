@@ -14,7 +14,7 @@ help: ## list the targets
 
 env: $(READY) ## create .venv with the exact versions of requirements.lock
 
-$(READY): pyproject.toml requirements.lock
+$(READY): pyproject.toml requirements.lock sopdist/noise/kernels/native.c
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
 		|| { echo "sopdist needs Python 3.10 or newer; name one with PYTHON=..., found: $$($(PYTHON) --version)"; exit 1; }
 	@echo "Setting up $(VENV) (a few minutes the first time: torch, DeepSpeed, DALI, ...)"

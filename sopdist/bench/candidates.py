@@ -113,10 +113,14 @@ class AutogradStep:
 
 
 class Candidate(NamedTuple):
-    """A way to keep the table: the bytes it needs, and how to make a step with a table of its own."""
+    """A way to keep the table: the bytes it needs, and how to make a step with a table of its own.
+
+    `settled`: gets the same few batches over and over, as from a network that has made up its mind: no class is new.
+    """
 
     nbytes: Callable[[Sizes], int]
     build: Callable[[Sizes], Step]
+    settled: bool = False
 
 
 def _ours(layout: Layout, variant: Literal["flow", "official"]) -> Candidate:
@@ -147,9 +151,11 @@ OURS = {
     "dense, flow": _ours("dense", "flow"),
     "dense, official": _ours("dense", "official"),
 }
+SETTLED = "slots, flow, settled"
 AUTHORS, CROSS_ENTROPY = "authors' dense parameters", "cross-entropy, no table"
 CANDIDATES = {
     **OURS,
+    SETTLED: _ours("slots", "flow")._replace(settled=True),
     AUTHORS: _peer(DenseParameters, copies=2),
     "sparse embedding": _peer(SparseEmbedding, copies=1),
     CROSS_ENTROPY: Candidate(lambda _: 0, lambda _: lambda logits, labels, _: cross_entropy(logits, labels)),

@@ -13,7 +13,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from ..noise.kernels import aot
-from .timing import environment, format_table, write_json
+from .timing import format_table, write_json
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
         for build in tqdm(builds, desc="compiling", unit="kernel", file=sys.stderr)
         for target in args.targets
     ]
-    write_json(args.out, environment(), {"kernels": [usage.as_dict() for usage in usages]})
+    write_json(args.out, {"kernels": [usage.as_dict() for usage in usages]})
     rows = []
     for build, first in zip(builds, range(0, len(usages), len(args.targets)), strict=True):
         mine = usages[first : first + len(args.targets)]

@@ -23,6 +23,7 @@ from typing import Literal, NamedTuple
 from .counter import INITIAL_STD
 
 Rule = Literal["flow", "paper", "official"]
+RULES: tuple[Rule, ...] = ("flow", "paper", "official")  # the compiled kernels know a rule by its place here
 
 _SMALLEST_FLOAT32 = 2.0**-126
 _LOGIT_TO_ACTIVE = -2 * math.log(INITIAL_STD)  # from q = 1e-16 to q = 1/2

@@ -138,8 +138,12 @@ def test_the_smallest_is_evicted_but_never_the_newcomer() -> None:
 
 
 @pytest.mark.parametrize("variant", ["flow", "paper", "official"])
-def test_losses_and_gradients_are_the_same_bits_in_both_layouts(variant: str) -> None:
+@pytest.mark.parametrize("kernels", ["reference", "native"])
+def test_losses_and_gradients_are_the_same_bits_in_both_layouts(
+    variant: str, kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A whole small training loop: the network's path is the same, not only the table's."""
+    monkeypatch.setenv("SOPDIST_KERNELS", kernels)
     generator = torch.Generator().manual_seed(1)
     samples, classes = 64, 40
     images, labels = (

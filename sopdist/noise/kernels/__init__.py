@@ -1,7 +1,8 @@
 """Which kernels run where: the one place that decides.
 
-CUDA tensors go through Triton, everything else through the reference. `SOPDIST_KERNELS=reference|triton` overrides
-that; Triton on CPU tensors needs its interpreter (`TRITON_INTERPRET=1`), which is slow and meant for tests.
+CUDA tensors go through Triton, CPU tensors through compiled C, and whatever is missing is replaced by the reference.
+`SOPDIST_KERNELS=reference|native|triton` overrides that; Triton on CPU tensors needs its interpreter
+(`TRITON_INTERPRET=1`), which is slow and meant for tests.
 """
 
 from __future__ import annotations
@@ -15,12 +16,15 @@ from torch import Tensor
 
 from ..rates import Step
 from ..rows import NoiseTable, RowBlock
-from . import reference
+from . import native_kernels, reference
 from .facts import DROPPED, Facts, LossResult
 
 __all__ = ["DROPPED", "Facts", "Kernels", "LossResult", "choose_kernels"]
 
-_HAVE_TRITON = importlib.util.find_spec("triton") is not None
+_DEFAULTS = {
+    "cpu": "native" if native_kernels.is_built() else "reference",
+    "cuda": "triton" if importlib.util.find_spec("triton") is not None else "reference",
+}
 
 
 class Kernels(Protocol):
@@ -44,16 +48,20 @@ class Kernels(Protocol):
 
 
 def choose_kernels(device: torch.device, dtype: torch.dtype = torch.float32) -> Kernels:
-    """The kernels for tensors on this device; float64 logits, which only tests have, always take the reference."""
-    wanted = os.environ.get("SOPDIST_KERNELS", "")
-    if wanted not in ("", "reference", "triton"):
-        raise ValueError(f"SOPDIST_KERNELS must be 'reference' or 'triton', got {wanted!r}")
-    if wanted == "triton" and not _HAVE_TRITON:
+    """The kernels for logits of this device and type; float64, which only tests have, always takes the reference."""
+    wanted = os.environ.get("SOPDIST_KERNELS") or _DEFAULTS.get(device.type, "reference")
+    if wanted not in ("reference", "native", "triton"):
+        raise ValueError(f"SOPDIST_KERNELS must be 'reference', 'native' or 'triton', got {wanted!r}")
+    if wanted == "reference" or dtype == torch.float64:
+        return reference
+    if wanted == "native":
+        if device.type != "cpu":
+            raise RuntimeError(f"SOPDIST_KERNELS=native is for CPU tensors, these are on {device}")
+        return native_kernels
+    if importlib.util.find_spec("triton") is None:
         raise RuntimeError("SOPDIST_KERNELS=triton, but Triton is not installed: pip install 'sopdist[triton]'")
-    if wanted == "triton" and device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         raise RuntimeError("SOPDIST_KERNELS=triton on CPU tensors needs Triton's interpreter: set TRITON_INTERPRET=1")
-    if dtype != torch.float64 and (wanted == "triton" or (not wanted and _HAVE_TRITON and device.type == "cuda")):
-        from . import triton_kernels
+    from . import triton_kernels
 
-        return triton_kernels
-    return reference
+    return triton_kernels

@@ -18,6 +18,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ..rates import RULES
+
 TARGETS = (80, 90, 100)
 CLASSES = (10, 1000, 22_000)
 LOGITS = {"float32": "*fp32", "bfloat16": "*bf16", "float16": "*fp16"}
@@ -90,7 +92,7 @@ def builds(classes: tuple[int, ...] = CLASSES) -> Iterator[Build]:
                     fused_multiply_add=True,
                 )
         block, warps = triton_rows.dense_launch_shape(count)
-        for rule, number in triton_rows.RULES.items():
+        for number, rule in enumerate(RULES):
             shared = {"RULE": number, "SCAN": triton_rows.MAX_SCAN}
             for kernel, layout, own, lanes in (
                 (triton_rows.dense_rows_kernel, "dense", {"BLOCK": block}, warps),

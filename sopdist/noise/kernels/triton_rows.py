@@ -11,13 +11,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..rates import Step
+from ..rates import RULES, Step
 from ..rows import NoiseTable
 from .facts import DROPPED, Facts
 from .triton_counter import initial_v
 
 FLOW, PAPER, OFFICIAL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-RULES = {"flow": 0, "paper": 1, "official": 2}
 MAX_SCAN = 1024  # how much of the batch's index is searched at a time
 _DROPPED = tl.constexpr(DROPPED)
 
@@ -182,7 +181,7 @@ def update_rows(table: NoiseTable, index: Tensor, labels: Tensor, facts: Facts, 
     batch = len(index)
     visits = (index, labels, *facts)
     scan = min(MAX_SCAN, triton.next_power_of_2(batch))
-    options = {"RULE": RULES[step.rule], "SCAN": scan, "enable_fp_fusion": False}
+    options = {"RULE": RULES.index(step.rule), "SCAN": scan, "enable_fp_fusion": False}
     if table.classes is None:
         block, warps = dense_launch_shape(table.num_classes)
         dense_rows_kernel[(batch, triton.cdiv(table.num_classes, block))](

@@ -1,4 +1,4 @@
-"""The Triton kernels: run in the interpreter against the reference, and compiled for real GPUs."""
+"""The compiled kernels against the reference: C, and Triton in its interpreter; then Triton compiled for real GPUs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sopdist import SOP
-from sopdist.noise.kernels import choose_kernels, reference, triton_kernels
+from sopdist.noise.kernels import choose_kernels, native_kernels, reference, triton_kernels
 from sopdist.noise.kernels.facts import DROPPED, Facts
 from sopdist.noise.kernels.triton_loss import ONE_TILE
 from sopdist.noise.rates import Flow, Official, Paper, Rates
@@ -22,6 +22,7 @@ from sopdist.noise.rows import NoiseTable
 
 RULES: list[Rates] = [Flow(4), Paper(30, 300, 0.02), Official(100, 300, 128)]
 LAYOUTS = ("dense", "slots")
+COMPILED = pytest.mark.parametrize("kernels", [native_kernels, triton_kernels], ids=["native", "triton"])
 
 
 def noisy_table(samples: int, classes: int, layout: Any, *, slots: int = 3) -> NoiseTable:
@@ -51,7 +52,8 @@ def assert_close(got: Any, expected: Any) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("classes", [2, 3, 127, 1000, ONE_TILE, ONE_TILE + 1, 22_000])
 @pytest.mark.parametrize("reclip", [False, True])
-def test_the_loss_kernel_agrees_with_the_reference(layout: Any, classes: int, reclip: bool) -> None:
+@COMPILED
+def test_the_loss_kernel_agrees_with_the_reference(kernels: Any, layout: Any, classes: int, reclip: bool) -> None:
     generator = torch.Generator().manual_seed(classes)
     table = noisy_table(9, classes, layout)
     batch = 5
@@ -60,12 +62,13 @@ def test_the_loss_kernel_agrees_with_the_reference(layout: Any, classes: int, re
     labels = torch.randint(classes, (batch,), generator=generator)
     eps = min(1e-4, 0.1 / classes)
     arguments = (z, labels, index, table.block, None)
-    got, expected = (k.fused_loss(*arguments, eps=eps, reclip=reclip) for k in (triton_kernels, reference))
+    got, expected = (k.fused_loss(*arguments, eps=eps, reclip=reclip) for k in (kernels, reference))
     assert_close(got, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_the_loss_kernel_takes_every_type_ties_strides_and_samples_to_drop(dtype: torch.dtype) -> None:
+@COMPILED
+def test_the_loss_kernel_takes_every_type_ties_strides_and_samples_to_drop(kernels: Any, dtype: torch.dtype) -> None:
     table = noisy_table(8, 50, "slots")
     generator = torch.Generator().manual_seed(0)
     z = (torch.randn(8, 2 * 50, generator=generator) * 2).to(dtype)[:, ::2]  # columns two apart
@@ -74,7 +77,7 @@ def test_the_loss_kernel_takes_every_type_ties_strides_and_samples_to_drop(dtype
     labels = torch.tensor([7, 1, 2, 3, 4, 5, 6, 0])
     keep = torch.tensor([True, True, True, True, False, True, True, True])
     arguments = (z, labels, torch.arange(8), table.block, keep)
-    got, expected = (k.fused_loss(*arguments, eps=1e-4, reclip=False) for k in (triton_kernels, reference))
+    got, expected = (k.fused_loss(*arguments, eps=1e-4, reclip=False) for k in (kernels, reference))
     assert_close(got, expected)
     assert got.facts.predicted[:5].tolist() == [0, DROPPED, DROPPED, DROPPED, DROPPED]
     assert not got.gradient[1:5].any()
@@ -90,8 +93,9 @@ def random_facts(batch: int, classes: int, generator: torch.Generator) -> Facts:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("rates", RULES, ids=lambda rates: type(rates).__name__)
 @pytest.mark.parametrize(("samples", "classes", "batch"), [(6, 5, 20), (40, 1100, 9), (3, 2, 7)])
+@COMPILED
 def test_the_row_kernels_end_with_the_bits_of_the_reference(
-    layout: Any, rates: Rates, samples: int, classes: int, batch: int
+    kernels: Any, layout: Any, rates: Rates, samples: int, classes: int, batch: int
 ) -> None:
     """With duplicates in the batch, dropped samples, evictions, and a partitioned table."""
     generator = torch.Generator().manual_seed(1)
@@ -101,8 +105,8 @@ def test_the_row_kernels_end_with_the_bits_of_the_reference(
     for _ in range(5):
         index = torch.randint(samples, (batch,), generator=generator)
         facts = random_facts(batch, min(classes, 8), generator)
-        for table, kernels in ((ours, triton_kernels), (theirs, reference)):
-            kernels.update_rows(table, index, index % classes, facts, rates.step())
+        for table, implementation in ((ours, kernels), (theirs, reference)):
+            implementation.update_rows(table, index, index % classes, facts, rates.step())
     for name, buffer in theirs.named_buffers():
         assert torch.equal(ours.get_buffer(name), buffer), name
     if theirs.evictions is not None and classes == 5:
@@ -110,7 +114,8 @@ def test_the_row_kernels_end_with_the_bits_of_the_reference(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_whole_module_runs_on_the_triton_kernels(layout: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["native", "triton"])
+def test_the_whole_module_runs_on_each_kernel(layout: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def train() -> tuple[list[float], Tensor]:
         generator = torch.Generator().manual_seed(0)
         sop, losses = SOP(12, 6, layout=layout), []
@@ -122,27 +127,53 @@ def test_the_whole_module_runs_on_the_triton_kernels(layout: Any, monkeypatch: p
             losses += [float(loss.detach()), float(z.grad.abs().sum())]
         return losses, sop.table.dense_v(torch.arange(12))
 
+    monkeypatch.setenv("SOPDIST_KERNELS", "reference")
     expected = train()
-    monkeypatch.setenv("SOPDIST_KERNELS", "triton")
-    assert choose_kernels(torch.device("cpu")) is triton_kernels
+    monkeypatch.setenv("SOPDIST_KERNELS", name)
     got = train()
     assert got[0] == pytest.approx(expected[0], rel=1e-5)
     assert torch.equal(got[1], expected[1])
 
 
 def test_the_kernels_are_chosen_in_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
     monkeypatch.delenv("SOPDIST_KERNELS", raising=False)
-    assert choose_kernels(torch.device("cpu")) is reference
-    assert choose_kernels(torch.device("cuda")) is triton_kernels
-    monkeypatch.setenv("SOPDIST_KERNELS", "reference")
-    assert choose_kernels(torch.device("cuda")) is reference
+    assert choose_kernels(cpu) is native_kernels
+    assert choose_kernels(cuda) is triton_kernels
+    assert choose_kernels(torch.device("mps")) is reference
+    assert choose_kernels(cuda, torch.float64) is reference
+    for name, kernels in (("reference", reference), ("native", native_kernels), ("triton", triton_kernels)):
+        monkeypatch.setenv("SOPDIST_KERNELS", name)
+        assert choose_kernels(cpu) is kernels
     monkeypatch.setenv("SOPDIST_KERNELS", "cuda")
-    with pytest.raises(ValueError, match="must be 'reference' or 'triton', got 'cuda'"):
-        choose_kernels(torch.device("cpu"))
+    with pytest.raises(ValueError, match="must be 'reference', 'native' or 'triton', got 'cuda'"):
+        choose_kernels(cpu)
+    monkeypatch.setenv("SOPDIST_KERNELS", "native")
+    with pytest.raises(RuntimeError, match="native is for CPU tensors, these are on cuda"):
+        choose_kernels(cuda)
     monkeypatch.setenv("SOPDIST_KERNELS", "triton")
     monkeypatch.delenv("TRITON_INTERPRET")
     with pytest.raises(RuntimeError, match="TRITON_INTERPRET=1"):
-        choose_kernels(torch.device("cpu"))
+        choose_kernels(cpu)
+
+
+def test_threads_do_not_change_a_bit() -> None:
+    table = noisy_table(300, 700, "slots")
+    generator = torch.Generator().manual_seed(0)
+    z, labels = torch.randn(300, 700, generator=generator), torch.randint(700, (300,), generator=generator)
+    before = torch.get_num_threads()
+    try:
+        results = []
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            results.append(
+                native_kernels.fused_loss(z, labels, torch.arange(300), table.block, None, eps=1e-4, reclip=False)
+            )
+    finally:
+        torch.set_num_threads(before)
+    for other in results[1:]:
+        assert torch.equal(results[0].gradient, other.gradient)
+        assert torch.equal(results[0].losses, other.losses)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,390 @@
+/* The kernels for a CPU: the loss over the logits and the update of the rows, in plain C called through ctypes.
+ *
+ * Row updates do the operations of reference_rows.py in its order, each correctly rounded (compiled with
+ * -ffp-contract=off: no fused multiply-add), so a row ends with the same bits. A batch is walked in order, so an
+ * index that comes twice is visited twice.
+ *
+ * Sums run in LANES partial sums in one order, so that they do not depend on the number of threads.
+ */
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#ifdef _OPENMP
+#include <omp.h>
+#else
+#define omp_get_thread_num() 0
+#endif
+
+#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__)
+#define FOR_EVERY_CPU __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default"), noinline))
+#else
+#define FOR_EVERY_CPU
+#endif
+
+#define INLINE static inline __attribute__((always_inline)) /* into each clone: vectors must not be passed between them */
+
+enum { FLOW = 0, PAPER = 1, OFFICIAL = 2 };
+static const int64_t DROPPED = -1;
+static const int32_t FREE = -1;
+
+typedef struct {
+    const float *u, *v;
+    const void *classes; /* NULL: dense */
+    int64_t slots;       /* columns of classes */
+    int64_t class_bytes; /* 2 or 4 */
+} Block;
+
+INLINE int32_t class_at(const void *classes, int64_t class_bytes, int64_t at) {
+    return class_bytes == 2 ? ((const int16_t *)classes)[at] : ((const int32_t *)classes)[at];
+}
+
+INLINE float at_most_1(float x) { return x < 1.0f ? x : 1.0f; }
+
+/* ---- (a) the loss ------------------------------------------------------------------------------------------------ */
+
+/* LANES floats at a time, the width of one register. */
+#if defined(__x86_64__)
+#define LANES 8
+#else
+#define LANES 4
+#endif
+typedef float Vec __attribute__((vector_size(4 * LANES)));
+typedef int32_t Mask __attribute__((vector_size(4 * LANES)));
+
+INLINE Vec all(float x) { return (Vec){0} + x; }
+
+INLINE Vec choose(Mask mask, Vec yes, Vec no) { return (Vec)(((Mask)yes & mask) | ((Mask)no & ~mask)); }
+
+/* The first `count` floats, or as many as there are lanes; the rest of the lanes hold `pad`. */
+INLINE Vec load(const float *x, int64_t count, float pad) {
+    Vec vec;
+    if (count >= LANES) {
+        memcpy(&vec, x, sizeof vec);
+    } else {
+        vec = all(pad);
+        memcpy(&vec, x, sizeof(float) * (size_t)count);
+    }
+    return vec;
+}
+
+INLINE void store(float *x, int64_t count, Vec vec) {
+    if (count >= LANES)
+        memcpy(x, &vec, sizeof vec);
+    else
+        memcpy(x, &vec, sizeof(float) * (size_t)count);
+}
+
+INLINE float sum_lanes(Vec vec) {
+    for (int width = LANES / 2; width > 0; width /= 2)
+        for (int j = 0; j < width; j++) vec[j] += vec[j + width];
+    return vec[0];
+}
+
+/* e^x for x <= 0, within 2 units in the last place; 0 below -87. */
+INLINE Vec exp_negative(Vec x) {
+    const Vec magic = all(12582912.0f); /* 1.5 * 2^23: adding it rounds to an integer */
+    Mask tiny = x < all(-87.0f);
+    x = choose(tiny, all(-87.0f), x);
+    Vec shifted = x * 1.44269504f + magic;
+    Vec n = shifted - magic;
+    Vec r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+    Vec series = r * 1.98756915e-4f + 1.39819995e-3f;
+    series = series * r + 8.33345190e-3f;
+    series = series * r + 4.16657962e-2f;
+    series = series * r + 1.66666655e-1f;
+    series = series * r + 0.5f;
+    series = (series * r) * r + r + 1.0f;
+    Mask power = ((Mask)shifted - 0x4B400000 + 127) << 23;
+    return choose(tiny, all(0.0f), series * (Vec)power);
+}
+
+INLINE float row_max(const float *z, int64_t count) {
+    Vec best = all(-INFINITY);
+    for (int64_t k = 0; k < count; k += LANES) {
+        Vec x = load(z + k, count - k, -INFINITY);
+        best = choose(x > best, x, best);
+    }
+    float top = best[0];
+    for (int j = 1; j < LANES; j++) top = best[j] > top ? best[j] : top;
+    return top;
+}
+
+INLINE float row_sum(const float *z, int64_t count) {
+    Vec sum = all(0.0f);
+    for (int64_t k = 0; k < count; k += LANES) sum += load(z + k, count - k, 0.0f);
+    return sum_lanes(sum);
+}
+
+/* Where the value is first found; it is there. */
+INLINE int64_t first_equal(const float *z, float value, int64_t count) {
+    int64_t k = 0;
+    for (int found = 0; k + 64 <= count; k += 64) {
+        for (int j = 0; j < 64; j++) found |= z[k + j] == value;
+        if (found) break;
+    }
+    while (z[k] != value) k++;
+    return k;
+}
+
+/* e <- e^(z - top); returns the sum. */
+INLINE float row_exp(float *e, const float *z, float top, int64_t count) {
+    Vec sum = all(0.0f);
+    for (int64_t k = 0; k < count; k += LANES) {
+        Vec x = exp_negative(load(z + k, count - k, -INFINITY) - top);
+        store(e + k, count - k, x);
+        sum += x;
+    }
+    return sum_lanes(sum);
+}
+
+/* p <- p * factor; then S = sum of max(p - square, eps), and the sum of p where p - square > eps. */
+INLINE void clipped_sums(float *p, float factor, const float *square, float eps, int64_t count, float *total,
+                                float *live) {
+    Vec clipped = all(0.0f), open = all(0.0f);
+    for (int64_t k = 0; k < count; k += LANES) {
+        Vec x = load(p + k, count - k, 0.0f) * factor;
+        Vec w = x - load(square + k, count - k, 0.0f);
+        Mask above = w > all(eps);
+        store(p + k, count - k, x);
+        clipped += choose(above, w, all(eps));
+        open += choose(above, x, all(0.0f));
+    }
+    int64_t padding = (LANES - count % LANES) % LANES; /* lanes past the end, each of which counted eps */
+    for (int64_t j = LANES - padding; j < LANES; j++) clipped[j] -= eps;
+    *total = sum_lanes(clipped);
+    *live = sum_lanes(open);
+}
+
+/* p <- p ([p - square > eps] - mean) */
+INLINE void row_gradient(float *p, const float *square, float eps, float mean, int64_t count) {
+    for (int64_t k = 0; k < count; k += LANES) {
+        Vec x = load(p + k, count - k, 0.0f);
+        Mask above = x - load(square + k, count - k, 0.0f) > all(eps);
+        store(p + k, count - k, x * (choose(above, all(1.0f), all(0.0f)) - mean));
+    }
+}
+
+/* One sample. `square` (K) is scratch: v^2 of each class, and -u^2 at the label, so that w = p - square everywhere. With
+ * slots it is 0 on entry and on return. `p` is the gradient's row, which holds the probabilities until the last step. */
+FOR_EVERY_CPU static void loss_of_sample(const float *z, int64_t y, int64_t row, Block block, int keep, float eps, int reclip,
+                                         int64_t K, float *square, float *p, float *loss, float *scale, int64_t *predicted,
+                                         float *cross_entropy, float *margin, float *pull) {
+    if (!keep || !(fabsf(row_sum(z, K)) < INFINITY)) { /* one NaN or infinity makes the sum one */
+        memset(p, 0, sizeof(float) * (size_t)K);
+        *loss = *scale = *cross_entropy = *margin = *pull = 0.0f;
+        *predicted = DROPPED;
+        return;
+    }
+    /* 1. The prediction (the lowest class on ties), and the strongest rival of the label. */
+    float top = row_max(z, K);
+    int64_t best = first_equal(z, top, K);
+    float rival = best != y ? top : fmaxf(row_max(z, y), row_max(z + y + 1, K - y - 1));
+
+    /* 2. Probabilities and squares. */
+    float denominator = row_exp(p, z, top, K), inverse = 1.0f / denominator;
+    float p_y = p[y] * inverse, p_rival = exp_negative(all(rival - top))[0] * inverse;
+    float u = block.u[row], w_y = p_y + at_most_1(u * u);
+    if (block.classes == NULL) {
+        const float *v = block.v + row * K;
+        for (int64_t k = 0; k < K; k++) square[k] = at_most_1(v[k] * v[k]);
+    } else {
+        for (int64_t j = row * block.slots; j < (row + 1) * block.slots; j++) {
+            int32_t k = class_at(block.classes, block.class_bytes, j);
+            if (k != FREE) square[k] = at_most_1(block.v[j] * block.v[j]);
+        }
+    }
+    square[y] = -at_most_1(u * u);
+
+    /* 3. S dloss/dz_k = p_k ([w_k > eps] - mean) - [k = y, w_y > eps] S p_y/c_y */
+    float total, live;
+    clipped_sums(p, inverse, square, eps, K, &total, &live);
+    float c_y = w_y > eps ? w_y : eps;
+    int live_y = w_y > eps;
+    float own = live_y ? total / c_y * p_y : 0.0f, mean = live - own;
+    *loss = logf(total / c_y);
+    *scale = 1.0f / total;
+    *pull = live_y ? 1.0f / c_y - *scale : 0.0f;
+    *predicted = best;
+    *cross_entropy = (top - z[y]) + logf(denominator);
+    *margin = p_y - p_rival;
+    if (reclip && c_y * *scale < eps) {
+        *loss = -logf(eps);
+        *pull = 0.0f;
+        memset(p, 0, sizeof(float) * (size_t)K);
+    } else {
+        row_gradient(p, square, eps, mean, K);
+        p[y] -= own;
+    }
+    if (block.classes != NULL) {
+        for (int64_t j = row * block.slots; j < (row + 1) * block.slots; j++) {
+            int32_t k = class_at(block.classes, block.class_bytes, j);
+            if (k != FREE) square[k] = 0.0f;
+        }
+        square[y] = 0.0f;
+    }
+}
+
+/* Arrays as in triton_loss.py; `keep` may be NULL; `scratch` is (threads, K) zeros. */
+void sopdist_loss(const float *logits, const int64_t *labels, const int64_t *index, const uint8_t *keep, const float *u,
+                 const float *v, const void *classes, int64_t slots, int64_t class_bytes, int64_t B, int64_t K, float eps,
+                 int reclip, int threads, float *scratch, float *losses, float *gradient, float *scale, int64_t *predicted,
+                 float *cross_entropy, float *margin, float *pull) {
+    Block block = {u, v, classes, slots, class_bytes};
+    (void)threads; /* unused without OpenMP */
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t i = 0; i < B; i++)
+        loss_of_sample(logits + i * K, labels[i], index[i], block, keep == NULL || keep[i], eps, reclip, K,
+                       scratch + omp_get_thread_num() * K, gradient + i * K, losses + i, scale + i, predicted + i,
+                       cross_entropy + i, margin + i, pull + i);
+}
+
+/* ---- (b) the rows ------------------------------------------------------------------------------------------------ */
+
+typedef struct {
+    int rule;
+    float v, u;
+} Step;
+
+/* Paper: project onto [-1, 1]. Official: an entry whose square is past 1 gets no gradient. */
+INLINE float euler(float x, float q, float new, int rule) {
+    if (rule == PAPER) return new < -1.0f ? -1.0f : new > 1.0f ? 1.0f : new;
+    return q > 1.0f ? x : new;
+}
+
+/* An entry of v after a visit; h: whether the network contradicts the label there. */
+INLINE float advance(float x, int h, Step step) {
+    float q = x * x;
+    if (step.rule == FLOW) return copysignf(sqrtf(q / (h ? q + (1.0f - q) * step.u : 1.0f + q * step.v)), x);
+    return euler(x, q, x + (x * step.v) * (h ? 1.0f - q : -q), step.rule);
+}
+
+INLINE float next_u(float u, int wrong, float pull, Step step) {
+    if (step.rule == FLOW) return advance(u, wrong, step);
+    float q = u * u;
+    if (step.rule == OFFICIAL) pull = pull - 2.0f * (wrong ? q - 1.0f : q);
+    return euler(u, q, u + (u * step.u) * pull, step.rule);
+}
+
+/* Initial v of (sample, class): counter.py, operation for operation. */
+static float initial_v(uint64_t seed, uint64_t sample, uint32_t class_, float std) {
+    uint32_t c0 = class_ >> 2, c1 = (uint32_t)sample, c2 = (uint32_t)(sample >> 32), c3 = 0;
+    uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
+    for (int round = 0; round < 10; round++) {
+        uint64_t high = (uint64_t)0xCD9E8D57u * c2, low = (uint64_t)0xD2511F53u * c0;
+        c0 = (uint32_t)(high >> 32) ^ c1 ^ k0;
+        c2 = (uint32_t)(low >> 32) ^ c3 ^ k1;
+        c1 = (uint32_t)high;
+        c3 = (uint32_t)low;
+        k0 += 0x9E3779B9u;
+        k1 += 0xBB67AE85u;
+    }
+    uint32_t radius_word = class_ & 2 ? c2 : c0, angle_word = class_ & 2 ? c3 : c1;
+
+    /* 1. Odd integers in (0, 2^24). */
+    float radius_odd = (float)((radius_word >> 9) * 2 + 1);
+    int32_t angle_odd = (int32_t)(angle_word >> 9) * 2 + 1;
+
+    /* 2. ln(odd / 2^24) = ln m + (e - 24) ln 2, ln m = 2 atanh f. */
+    int32_t bits, exponent;
+    memcpy(&bits, &radius_odd, sizeof bits);
+    exponent = (bits >> 23) - (127 + 24);
+    bits = (bits & 0x7FFFFF) | 0x3F800000;
+    float m;
+    memcpy(&m, &bits, sizeof m);
+    if (m > 1.41421354f) {
+        m = m * 0.5f;
+        exponent++;
+    }
+    float f = (m - 1.0f) / (m + 1.0f), s = f * f;
+    float series = ((((s * 0.11111111f) + 0.14285715f) * s + 0.2f) * s + 0.33333334f) * s + 1.0f;
+    float radius = sqrtf(((float)exponent * 0.6931472f + (f * 2.0f) * series) * -2.0f);
+
+    /* 3. cos or sin of odd / 2^24 turns. */
+    int32_t quarter = (angle_odd + (1 << 21)) >> 22;
+    float y = (float)(angle_odd - (quarter << 22)) * 3.7450704e-07f, y2 = y * y;
+    int want_sine = class_ & 1, odd = quarter & 1, quadrant = quarter & 3;
+    float turn;
+    if (want_sine == odd) {
+        turn = ((((y2 * 2.4801588e-05f) - 1.3888889e-03f) * y2 + 4.1666668e-02f) * y2 - 0.5f) * y2 + 1.0f;
+    } else {
+        turn = ((((y2 * 2.7557319e-06f) - 1.9841270e-04f) * y2 + 8.3333338e-03f) * y2 - 1.6666667e-01f) * y2;
+        turn = turn * y + y;
+    }
+    int negative = want_sine ? quadrant >= 2 : quadrant == 1 || quadrant == 2;
+    return (radius * (negative ? -turn : turn)) * std;
+}
+
+/* All classes but the predicted one and the label shrink. An entry whose square is too small to show beside 1 keeps its
+ * bits, as it would after the arithmetic; nearly all are such, so whole blocks of them are passed over. */
+FOR_EVERY_CPU static void shrink_row(float *v, int64_t K, int64_t predicted, int64_t label, Step step) {
+    float kept_label = v[label], kept_predicted = v[predicted];
+    float unseen = step.v > 0.0f ? sqrtf(0x1p-26f / step.v) : INFINITY;
+    for (int64_t k = 0; k < K; k += LANES) {
+        int64_t end = k + LANES < K ? k + LANES : K;
+        float largest = 0.0f;
+        for (int64_t j = k; j < end; j++) largest = fabsf(v[j]) > largest ? fabsf(v[j]) : largest;
+        if (largest > unseen)
+            for (int64_t j = k; j < end; j++) v[j] = advance(v[j], 0, step);
+    }
+    v[predicted] = advance(kept_predicted, 1, step);
+    v[label] = kept_label;
+}
+
+typedef struct {
+    float *u, *v;
+    void *classes; /* NULL: dense */
+    float *mean_loss, *mean_margin;
+    int32_t *visits, *evictions;
+    float *evicted;
+    int64_t K, slots, class_bytes;
+    uint64_t seed;
+    int64_t first, stride;
+    float initial_std;
+} Table;
+
+static void visit_slots(Table *table, int64_t row, int64_t label, int64_t predicted, Step step) {
+    float *v = table->v + row * table->slots;
+    int64_t base = row * table->slots, place = 0;
+    int hit = 0;
+    float smallest = INFINITY;
+    for (int64_t j = 0; j < table->slots; j++) {
+        int32_t class_ = class_at(table->classes, table->class_bytes, base + j);
+        if (class_ == FREE) {
+            if (smallest >= 0.0f) smallest = -1.0f, place = j; /* the first free slot */
+            continue;
+        }
+        hit |= class_ == predicted;
+        if (class_ != label) v[j] = advance(v[j], class_ == predicted, step);
+        if (fabsf(v[j]) < smallest) smallest = fabsf(v[j]), place = j;
+    }
+    if (predicted == label || hit) return;
+    if (smallest >= 0.0f) { /* no free slot: give up the smallest */
+        float lost = v[place] * v[place];
+        table->evictions[row]++;
+        if (lost > table->evicted[row]) table->evicted[row] = lost;
+    }
+    uint64_t sample = (uint64_t)(row * table->stride + table->first);
+    v[place] = advance(initial_v(table->seed, sample, (uint32_t)predicted, table->initial_std), 1, step);
+    if (table->class_bytes == 2)
+        ((int16_t *)table->classes)[base + place] = (int16_t)predicted;
+    else
+        ((int32_t *)table->classes)[base + place] = (int32_t)predicted;
+}
+
+void sopdist_rows(Table *table, const int64_t *index, const int64_t *labels, const int64_t *predicted, const float *loss,
+                  const float *margin, const float *pull, int64_t B, int rule, float rate_v, float rate_u) {
+    Step step = {rule, rate_v, rate_u};
+    for (int64_t i = 0; i < B; i++) {
+        if (predicted[i] == DROPPED) continue;
+        int64_t row = index[i];
+        float count = (float)++table->visits[row];
+        table->mean_loss[row] += (loss[i] - table->mean_loss[row]) / count;
+        table->mean_margin[row] += (margin[i] - table->mean_margin[row]) / count;
+        table->u[row] = next_u(table->u[row], predicted[i] != labels[i], pull[i], step);
+        if (table->classes == NULL)
+            shrink_row(table->v + row * table->K, table->K, predicted[i], labels[i], step);
+        else
+            visit_slots(table, row, labels[i], predicted[i], step);
+    }
+}

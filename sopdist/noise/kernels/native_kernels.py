@@ -1,0 +1,88 @@
+"""The kernels of `native.c`, called through ctypes; `reference` documents what they do."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.util
+
+import torch
+from torch import Tensor
+
+from ..counter import INITIAL_STD
+from ..rates import RULES, Step
+from ..rows import NoiseTable, RowBlock
+from .facts import Facts, LossResult
+
+_P, _I64, _F32, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
+_ELEMENTS_A_THREAD = 1 << 15  # a second thread pays from about here
+
+
+class _Table(ctypes.Structure):
+    """`Table` in native.c."""
+
+    _fields_ = (
+        *((name, _P) for name in ("u", "v", "classes", "mean_loss", "mean_margin", "visits", "evictions", "evicted")),
+        *((name, _I64) for name in ("num_classes", "slots", "class_bytes")),
+        ("seed", ctypes.c_uint64),
+        ("first", _I64),
+        ("stride", _I64),
+        ("initial_std", _F32),
+    )
+
+
+def is_built() -> bool:
+    """Whether the C file was compiled when the package was installed."""
+    return importlib.util.find_spec("sopdist.noise.kernels._native") is not None
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    spec = importlib.util.find_spec("sopdist.noise.kernels._native")
+    if spec is None or spec.origin is None:
+        raise RuntimeError("the CPU kernels were not built: install a C compiler, then reinstall sopdist")
+    library = ctypes.CDLL(spec.origin)
+    library.sopdist_loss.argtypes = [*(_P,) * 7, *(_I64,) * 4, _F32, _INT, _INT, *(_P,) * 8]
+    library.sopdist_loss.restype = None
+    library.sopdist_rows.argtypes = [*(_P,) * 7, _I64, _INT, _F32, _F32]
+    library.sopdist_rows.restype = None
+    return library
+
+
+def _pointer(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def fused_loss(
+    logits: Tensor, labels: Tensor, index: Tensor, block: RowBlock, keep: Tensor | None, *, eps: float, reclip: bool
+) -> LossResult:
+    """See `reference_loss.fused_loss`."""
+    z = logits.detach().to(torch.float32).contiguous()
+    labels, index = labels.contiguous(), index.contiguous()
+    keep = None if keep is None else keep.contiguous()
+    batch, classes = z.shape
+    threads = max(1, min(torch.get_num_threads(), z.numel() // _ELEMENTS_A_THREAD))
+    scratch, gradient = torch.zeros(threads, classes), torch.empty(batch, classes)
+    losses, scale, cross_entropy, margin, pull = torch.empty(5, batch).unbind()
+    predicted = torch.empty(batch, dtype=torch.int64)
+    slots, class_bytes = (0, 0) if block.classes is None else (block.classes.shape[1], block.classes.itemsize)
+    tensors = (z, labels, index, keep, block.u, block.v, block.classes)
+    results = (scratch, losses, gradient, scale, predicted, cross_entropy, margin, pull)
+    _library().sopdist_loss(
+        *map(_pointer, tensors), slots, class_bytes, batch, classes, eps, reclip, threads, *map(_pointer, results)
+    )
+    return LossResult(losses, gradient, scale, Facts(predicted, cross_entropy, margin, pull))
+
+
+def update_rows(table: NoiseTable, index: Tensor, labels: Tensor, facts: Facts, step: Step) -> None:
+    """See `reference_rows.update_rows`."""
+    columns = (table.u, table.v, table.classes, table.mean_loss, table.mean_margin, table.visits)
+    struct = _Table(
+        *map(_pointer, (*columns, table.evictions, table.evicted)),
+        table.num_classes, table.slots, 0 if table.classes is None else table.classes.itemsize,
+        table.seed, table.first, table.stride, INITIAL_STD,
+    )  # fmt: skip
+    visits = [tensor.contiguous() for tensor in (index, labels, *facts)]
+    _library().sopdist_rows(
+        ctypes.byref(struct), *map(_pointer, visits), len(index), RULES.index(step.rule), step.v, step.u
+    )
