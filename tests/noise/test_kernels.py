@@ -157,23 +157,24 @@ def test_the_kernels_are_chosen_in_one_place(monkeypatch: pytest.MonkeyPatch) ->
         choose_kernels(cpu)
 
 
-def test_threads_do_not_change_a_bit() -> None:
-    table = noisy_table(300, 700, "slots")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_threads_do_not_change_a_bit(layout: Any) -> None:
     generator = torch.Generator().manual_seed(0)
-    z, labels = torch.randn(300, 700, generator=generator), torch.randint(700, (300,), generator=generator)
+    z = torch.randn(300, 700, generator=generator) * 3
+    index, labels = torch.randint(40, (300,), generator=generator), torch.randint(700, (300,), generator=generator)
     before = torch.get_num_threads()
+    results = []
     try:
-        results = []
         for threads in (1, 2, 5):
             torch.set_num_threads(threads)
-            results.append(
-                native_kernels.fused_loss(z, labels, torch.arange(300), table.block, None, eps=1e-4, reclip=False)
-            )
+            table = noisy_table(40, 700, layout, slots=200)
+            loss = native_kernels.fused_loss(z, labels, index, table.block, None, eps=1e-4, reclip=False)
+            native_kernels.update_rows(table, index, labels, loss.facts, Flow(4).step())
+            results.append((loss.losses, loss.gradient, *table.buffers()))
     finally:
         torch.set_num_threads(before)
     for other in results[1:]:
-        assert torch.equal(results[0].gradient, other.gradient)
-        assert torch.equal(results[0].losses, other.losses)
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
 @pytest.fixture(scope="module")

@@ -7,14 +7,10 @@
  * Sums run in LANES partial sums in one order, so that they do not depend on the number of threads.
  */
 #include <math.h>
+#include <omp.h>
 #include <stdint.h>
 #include <string.h>
 
-#ifdef _OPENMP
-#include <omp.h>
-#else
-#define omp_get_thread_num() 0
-#endif
 
 #if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__)
 #define FOR_EVERY_CPU __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default"), noinline))
@@ -231,7 +227,6 @@ void sopdist_loss(const float *logits, const int64_t *labels, const int64_t *ind
                  int reclip, int threads, float *scratch, float *losses, float *gradient, float *scale, int64_t *predicted,
                  float *cross_entropy, float *margin, float *pull) {
     Block block = {u, v, classes, slots, class_bytes};
-    (void)threads; /* unused without OpenMP */
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t i = 0; i < B; i++)
         loss_of_sample(logits + i * K, labels[i], index[i], block, keep == NULL || keep[i], eps, reclip, K,
@@ -373,11 +368,14 @@ static void visit_slots(Table *table, int64_t row, int64_t label, int64_t predic
 }
 
 void sopdist_rows(Table *table, const int64_t *index, const int64_t *labels, const int64_t *predicted, const float *loss,
-                  const float *margin, const float *pull, int64_t B, int rule, float rate_v, float rate_u) {
+                  const float *margin, const float *pull, int64_t B, int rule, float rate_v, float rate_u,
+                  int threads) {
     Step step = {rule, rate_v, rate_u};
+#pragma omp parallel num_threads(threads)
     for (int64_t i = 0; i < B; i++) {
-        if (predicted[i] == DROPPED) continue;
         int64_t row = index[i];
+        /* A row belongs to one thread of the team (which may be smaller than asked for), in batch order. */
+        if (predicted[i] == DROPPED || row % omp_get_num_threads() != omp_get_thread_num()) continue;
         float count = (float)++table->visits[row];
         table->mean_loss[row] += (loss[i] - table->mean_loss[row]) / count;
         table->mean_margin[row] += (margin[i] - table->mean_margin[row]) / count;

@@ -44,9 +44,13 @@ def _library() -> ctypes.CDLL:
     library = ctypes.CDLL(spec.origin)
     library.sopdist_loss.argtypes = [*(_P,) * 7, *(_I64,) * 4, _F32, _INT, _INT, *(_P,) * 8]
     library.sopdist_loss.restype = None
-    library.sopdist_rows.argtypes = [*(_P,) * 7, _I64, _INT, _F32, _F32]
+    library.sopdist_rows.argtypes = [*(_P,) * 7, _I64, _INT, _F32, _F32, _INT]
     library.sopdist_rows.restype = None
     return library
+
+
+def _threads(elements: int) -> int:
+    return max(1, min(torch.get_num_threads(), elements // _ELEMENTS_A_THREAD))
 
 
 def _pointer(tensor: Tensor | None) -> int | None:
@@ -61,7 +65,7 @@ def fused_loss(
     labels, index = labels.contiguous(), index.contiguous()
     keep = None if keep is None else keep.contiguous()
     batch, classes = z.shape
-    threads = max(1, min(torch.get_num_threads(), z.numel() // _ELEMENTS_A_THREAD))
+    threads = _threads(z.numel())
     scratch, gradient = torch.zeros(threads, classes), torch.empty(batch, classes)
     losses, scale, cross_entropy, margin, pull = torch.empty(5, batch).unbind()
     predicted = torch.empty(batch, dtype=torch.int64)
@@ -84,5 +88,11 @@ def update_rows(table: NoiseTable, index: Tensor, labels: Tensor, facts: Facts, 
     )  # fmt: skip
     visits = [tensor.contiguous() for tensor in (index, labels, *facts)]
     _library().sopdist_rows(
-        ctypes.byref(struct), *map(_pointer, visits), len(index), RULES.index(step.rule), step.v, step.u
+        ctypes.byref(struct),
+        *map(_pointer, visits),
+        len(index),
+        RULES.index(step.rule),
+        step.v,
+        step.u,
+        _threads(len(index) * table.v.shape[1]),
     )
