@@ -26,6 +26,8 @@ $(READY): pyproject.toml requirements.lock sopdist/noise/kernels/native.c
 	@$(PIP) -c requirements.lock --no-build-isolation $(call LOCKED,deepspeed)
 	@echo "  everything else"
 	@$(PIP) -c requirements.lock --no-build-isolation --config-settings editable_mode=compat -e '.[demo,triton,data,train,dev]'
+	@$(BIN)/python -c 'from sopdist.noise.kernels import native_kernels as n; n.is_built() or print( \
+		"No C compiler was found: CPU kernels are missing, the slower reference is used. On Debian: apt-get install gcc")'
 	@touch $@
 
 demo: $(READY) ## train on 40% wrong labels with and without SOP, and name the wrong ones

@@ -11,9 +11,8 @@
 #include <stdint.h>
 #include <string.h>
 
-
 #if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__)
-#define FOR_EVERY_CPU __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default"), noinline))
+#define FOR_EVERY_CPU __attribute__((target_clones("avx2", "default"), noinline))
 #else
 #define FOR_EVERY_CPU
 #endif
