@@ -17,6 +17,7 @@ The initial values are about 1e-8, so an entry passes ln(1e16) = 36.8 units of l
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -61,8 +62,20 @@ class Flow:
         return self.visits
 
 
+class _Euler(ABC):
+    """What the two rules that take Euler steps share."""
+
+    @abstractmethod
+    def step(self) -> Step:
+        """Numbers for the row kernels."""
+
+    def visits_to_activate(self) -> float:
+        """Visits of steady disagreement until v^2 = 1/2, at the current rates."""
+        return _euler_visits(self.step().v)
+
+
 @dataclass(frozen=True)
-class Paper:
+class Paper(_Euler):
     """Projected steps of the paper: `alpha_u`, `alpha_v` times `tau`, the network's current learning rate."""
 
     alpha_u: float = 10.0
@@ -77,13 +90,9 @@ class Paper:
         """Numbers for the row kernels."""
         return Step("paper", 4 * self.alpha_v * self.tau, 2 * self.alpha_u * self.tau)
 
-    def visits_to_activate(self) -> float:
-        """Visits of steady disagreement until v^2 = 1/2, at the current tau."""
-        return _euler_visits(self.step().v)
-
 
 @dataclass(frozen=True)
-class Official:
+class Official(_Euler):
     """The authors' published code: absolute rates, divided by the batch size they were tuned for."""
 
     lr_u: float = 1.0
@@ -99,10 +108,6 @@ class Official:
     def step(self) -> Step:
         """Numbers for the row kernels."""
         return Step("official", 4 * self.lr_v / self.batch_size, 2 * self.lr_u / self.batch_size)
-
-    def visits_to_activate(self) -> float:
-        """Visits of steady disagreement until v^2 = 1/2."""
-        return _euler_visits(self.step().v)
 
 
 Rates = Flow | Paper | Official

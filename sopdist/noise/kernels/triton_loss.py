@@ -33,6 +33,14 @@ def _squares(v_ptr, class_ptr, row, cols, mask, K, M: tl.constexpr, SLOTS: tl.co
 
 
 @triton.jit
+def _p_and_w(z, cols, y, w_y, top, denominator, v_ptr, class_ptr, row, K, M: tl.constexpr, SLOTS: tl.constexpr):
+    """Probabilities, and w = p + s, of some columns of one row."""
+    p = tl.exp(z - top) / denominator
+    w = tl.where(cols == y, w_y, p - _squares(v_ptr, class_ptr, row, cols, cols < K, K, M, SLOTS))
+    return p, w
+
+
+@triton.jit
 def loss_kernel(
     logits_ptr,  # (B, K), rows `logits_stride` apart
     labels_ptr,  # (B,) int64
@@ -95,17 +103,17 @@ def loss_kernel(
     p_rival = tl.exp(z_rival - top) / denominator
     u = tl.load(u_ptr + row)
     w_y = p_y + tl.minimum(u * u, 1.0)
+    if WHOLE:
+        p, w = _p_and_w(z, lanes, y, w_y, top, denominator, v_ptr, class_ptr, row, K, M, SLOTS)
     total = 0.0
     p_live = 0.0
     for start in range(0, K, BLOCK):
         cols = start + lanes
-        mask = cols < K
         if not WHOLE:
-            z = tl.load(z_base + cols, mask=mask, other=float("-inf")).to(tl.float32)
-        p = tl.exp(z - top) / denominator
-        w = tl.where(cols == y, w_y, p - _squares(v_ptr, class_ptr, row, cols, mask, K, M, SLOTS))
-        total += tl.sum(tl.where(mask, tl.maximum(w, eps), 0.0), axis=0)
-        p_live += tl.sum(tl.where(mask & (w > eps), p, 0.0), axis=0)
+            z = tl.load(z_base + cols, mask=cols < K, other=float("-inf")).to(tl.float32)
+            p, w = _p_and_w(z, cols, y, w_y, top, denominator, v_ptr, class_ptr, row, K, M, SLOTS)
+        total += tl.sum(tl.where(cols < K, tl.maximum(w, eps), 0.0), axis=0)
+        p_live += tl.sum(tl.where((cols < K) & (w > eps), p, 0.0), axis=0)
 
     # 3. S dloss/dz_k = p_k ([w_k > eps] - mean) - [k = y, w_y > eps] S p_y/c_y
     c_y = tl.maximum(w_y, eps)
@@ -122,13 +130,11 @@ def loss_kernel(
         moves = ok & (clipped == 0)
     for start in range(0, K, BLOCK):
         cols = start + lanes
-        mask = cols < K
         if not WHOLE:
-            z = tl.load(z_base + cols, mask=mask, other=float("-inf")).to(tl.float32)
-        p = tl.exp(z - top) / denominator
-        w = tl.where(cols == y, w_y, p - _squares(v_ptr, class_ptr, row, cols, mask, K, M, SLOTS))
+            z = tl.load(z_base + cols, mask=cols < K, other=float("-inf")).to(tl.float32)
+            p, w = _p_and_w(z, cols, y, w_y, top, denominator, v_ptr, class_ptr, row, K, M, SLOTS)
         gradient = p * (tl.where(w > eps, 1.0, 0.0) - mean) - tl.where(cols == y, own, 0.0)
-        tl.store(gradient_ptr + i * K + cols, tl.where(moves, gradient, 0.0), mask=mask)
+        tl.store(gradient_ptr + i * K + cols, tl.where(moves, gradient, 0.0), mask=cols < K)
 
     tl.store(losses_ptr + i, tl.where(ok, loss, 0.0))
     tl.store(scale_ptr + i, tl.where(ok, 1.0 / total, 0.0))
