@@ -97,9 +97,9 @@ def _four_initials(seed: int, sample: Tensor, quad: Tensor, stream: int) -> Tens
 
 
 def initial_u(seed: int, sample: Tensor) -> Tensor:
-    """Initial u of each sample number, float32, in the shape of `sample`."""
-    sample = sample.to(torch.int64)
-    return _four_initials(seed, sample, torch.zeros_like(sample), U_STREAM)[..., 0].contiguous()
+    """Initial u of each sample number (N,), float32."""
+    parts = [part.to(torch.int64) for part in sample.split(_CHUNK)]
+    return torch.cat([_four_initials(seed, part, torch.zeros_like(part), U_STREAM)[..., 0] for part in parts])
 
 
 def initial_v(seed: int, sample: Tensor, class_: Tensor) -> Tensor:

@@ -92,7 +92,7 @@ def random_facts(batch: int, classes: int, generator: torch.Generator) -> Facts:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("rates", RULES, ids=lambda rates: type(rates).__name__)
-@pytest.mark.parametrize(("samples", "classes", "batch"), [(6, 5, 20), (40, 1100, 9), (3, 2, 7)])
+@pytest.mark.parametrize(("samples", "classes", "batch"), [(6, 5, 20), (40, 1100, 9), (3, 2, 7), (2, 33_000, 3)])
 @COMPILED
 def test_the_row_kernels_end_with_the_bits_of_the_reference(
     kernels: Any, layout: Any, rates: Rates, samples: int, classes: int, batch: int
