@@ -177,12 +177,17 @@ def test_threads_do_not_change_a_bit(layout: Any) -> None:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
+def run_python(*arguments: str | Path) -> None:
+    """In a process of its own, with Triton's compiler: this one interprets."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    subprocess.run([sys.executable, *arguments], env=environment, check=True)
+
+
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Every kernel compiled for every target, in a process of its own: this one interprets."""
+    """Every kernel compiled for every target."""
     out: Path = tmp_path_factory.mktemp("aot") / "kernels.json"
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    subprocess.run([sys.executable, "-m", "sopdist", "bench", "kernels", "--out", out], env=environment, check=True)
+    run_python("-m", "sopdist", "bench", "kernels", "--out", out)
     kernels: list[dict[str, Any]] = json.loads(out.read_text())["kernels"]
     return kernels
 
@@ -204,3 +209,19 @@ def test_nothing_spills(compiled: list[dict[str, Any]]) -> None:
 def test_the_row_kernels_use_only_operations_that_every_device_rounds_alike(compiled: list[dict[str, Any]]) -> None:
     assert [k for k in compiled if k["kernel"] == "rows" and k["inexact"]] == []
     assert all(k["inexact"] for k in compiled if k["kernel"] == "loss")  # the search does find what it looks for
+
+
+SPECIALISED_ON_ONE = """
+import dataclasses
+from sopdist.noise.kernels import aot
+
+for build in aot.builds((1000,)):
+    for name in {"B", "seed", "sample_first", "sample_stride"} & build.signature.keys():
+        signature, constants = build.signature | {name: "constexpr"}, build.constants | {name: 1}
+        aot.compile_build(dataclasses.replace(build, signature=signature, constants=constants), 90)
+"""
+
+
+def test_the_kernels_compile_where_triton_turns_an_argument_of_1_into_a_constant() -> None:
+    """A batch of one sample, seed 1, rank 1: cases that the interpreter does not tell apart."""
+    run_python("-c", SPECIALISED_ON_ONE)
