@@ -74,9 +74,10 @@ def test_the_loss_kernel_takes_every_type_ties_strides_and_samples_to_drop(kerne
     z = (torch.randn(8, 2 * 50, generator=generator) * 2).to(dtype)[:, ::2]  # columns two apart
     z[0] = 1.0  # all tied: the lowest class wins
     z[1, 3], z[2, 4], z[3, 5] = float("nan"), float("inf"), float("-inf")
-    labels = torch.tensor([7, 1, 2, 3, 4, 5, 6, 0])
-    keep = torch.tensor([True, True, True, True, False, True, True, True])
-    arguments = (z, labels, torch.arange(8), table.block, keep)
+    labels = torch.tensor([7, 1, 2, 3, 4, 5, 6, 0]).repeat_interleave(2)[::2]
+    keep = torch.tensor([True, True, True, True, False, True, True, True]).repeat_interleave(2)[::2]
+    index = torch.arange(16)[::2] // 2
+    arguments = (z, labels, index, table.block, keep)
     got, expected = (k.fused_loss(*arguments, eps=1e-4, reclip=False) for k in (kernels, reference))
     assert_close(got, expected)
     assert got.facts.predicted[:5].tolist() == [0, DROPPED, DROPPED, DROPPED, DROPPED]
@@ -104,7 +105,7 @@ def test_the_row_kernels_end_with_the_bits_of_the_reference(
     )
     for _ in range(5):
         index = torch.randint(samples, (batch,), generator=generator)
-        facts = random_facts(batch, min(classes, 8), generator)
+        facts = Facts(*(fact[::2] for fact in random_facts(2 * batch, min(classes, 8), generator)))  # two apart
         for table, implementation in ((ours, kernels), (theirs, reference)):
             implementation.update_rows(table, index, index % classes, facts, rates.step())
     for name, buffer in theirs.named_buffers():

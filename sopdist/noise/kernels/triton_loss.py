@@ -155,13 +155,13 @@ def fused_loss(
 ) -> LossResult:
     """See `reference.fused_loss`."""
     batch, classes = logits.shape
-    if logits.stride(1) != 1:
-        logits = logits.contiguous()
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    labels, index = labels.contiguous(), index.contiguous()
     device = logits.device
     losses, scale, cross_entropy, margin, pull = torch.empty(5, batch, device=device)
     predicted = torch.empty(batch, dtype=torch.int64, device=device)
     gradient = torch.empty(batch, classes, device=device)
-    kept = torch.ones(batch, dtype=torch.uint8, device=device) if keep is None else keep.to(torch.uint8)
+    kept = torch.ones(batch, dtype=torch.uint8, device=device) if keep is None else keep.to(torch.uint8).contiguous()
     size, warps = launch_shape(classes)
     loss_kernel[(batch,)](
         logits, labels, index, kept,

@@ -179,7 +179,7 @@ def dense_launch_shape(num_classes: int) -> tuple[int, int]:
 def update_rows(table: NoiseTable, index: Tensor, labels: Tensor, facts: Facts, step: Step) -> None:
     """See `reference.update_rows`."""
     batch = len(index)
-    visits = (index, labels, *facts)
+    visits = [tensor.contiguous() for tensor in (index, labels, *facts)]
     scan = min(MAX_SCAN, triton.next_power_of_2(batch))
     options = {"RULE": RULES.index(step.rule), "SCAN": scan, "enable_fp_fusion": False}
     if table.classes is None:
