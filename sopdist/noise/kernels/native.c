@@ -51,6 +51,13 @@ INLINE Vec all(float x) { return (Vec){0} + x; }
 
 INLINE Vec choose(Mask mask, Vec yes, Vec no) { return (Vec)(((Mask)yes & mask) | ((Mask)no & ~mask)); }
 
+INLINE int any(Mask mask) {
+    int64_t halves[sizeof(Mask) / 8], found = 0;
+    memcpy(halves, &mask, sizeof mask);
+    for (size_t j = 0; j < sizeof(Mask) / 8; j++) found |= halves[j];
+    return found != 0;
+}
+
 /* The first `count` floats, or as many as there are lanes; the rest of the lanes hold `pad`. */
 INLINE Vec load(const float *x, int64_t count, float pad) {
     Vec vec;
@@ -314,11 +321,14 @@ static float initial_v(uint64_t seed, uint64_t sample, uint32_t class_, float st
 FOR_EVERY_CPU static void shrink_row(float *v, int64_t K, int64_t predicted, int64_t label, Step step) {
     float kept_label = v[label], kept_predicted = v[predicted];
     float unseen = step.v > 0.0f ? sqrtf(0x1p-26f / step.v) : INFINITY;
-    for (int64_t k = 0; k < K; k += LANES) {
-        int64_t end = k + LANES < K ? k + LANES : K;
-        float largest = 0.0f;
-        for (int64_t j = k; j < end; j++) largest = fabsf(v[j]) > largest ? fabsf(v[j]) : largest;
-        if (largest > unseen)
+    for (int64_t k = 0; k < K; k += 4 * LANES) {
+        int64_t end = k + 4 * LANES < K ? k + 4 * LANES : K;
+        Mask seen = {0};
+        for (int64_t j = k; j < end; j += LANES) {
+            Vec x = load(v + j, end - j, 0.0f);
+            seen |= (x > all(unseen)) | (x < all(-unseen));
+        }
+        if (any(seen))
             for (int64_t j = k; j < end; j++) v[j] = advance(v[j], 0, step);
     }
     v[predicted] = advance(kept_predicted, 1, step);
