@@ -21,19 +21,16 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from . import saved
 from .counter import fill_initial_v, initial_u
 
 Layout = Literal["dense", "slots"]
 DEFAULT_SLOTS = 8
-FORMAT_VERSION = 1
 
 # `auto` prefers dense, which is exact without conditions, up to this size, or wherever slots would not be smaller.
 AUTO_DENSE_BYTES = 256 * 2**20
 
-_LAYOUTS: tuple[Layout, ...] = ("dense", "slots")
-_FREE = -1
 _CHUNK_ENTRIES = 1 << 22  # v entries handled at a time where a whole table is converted or summarised
-_META = ("format", "num_samples", "num_classes", "seed", "first", "stride", "layout", "slots")
 
 
 class RowBlock(NamedTuple):
@@ -62,7 +59,7 @@ def choose_layout(num_samples: int, num_classes: int, slots: int = DEFAULT_SLOTS
 
     It depends on the whole data set, not on one rank's slice, so that every world size gets the same table.
     """
-    dense, sparse = (row_bytes(layout, num_classes, slots) for layout in _LAYOUTS)
+    dense, sparse = (row_bytes(layout, num_classes, slots) for layout in saved.LAYOUTS)
     return "dense" if dense <= sparse or num_samples * dense <= AUTO_DENSE_BYTES else "slots"
 
 
@@ -98,7 +95,7 @@ class NoiseTable(nn.Module):
         _check_integer("seed", seed, at_least=0, below=2**63)
         _check_integer("stride", stride, at_least=1)
         _check_integer("first", first, at_least=0, below=stride)
-        if layout not in ("auto", *_LAYOUTS):
+        if layout not in ("auto", *saved.LAYOUTS):
             raise ValueError(f"layout must be 'auto', 'dense' or 'slots', got {layout!r}")
         self.num_samples, self.num_classes, self.seed = num_samples, num_classes, seed
         self.first, self.stride = first, stride
@@ -114,14 +111,14 @@ class NoiseTable(nn.Module):
                 self.register_buffer(name, None)
         else:
             self.register_buffer("v", torch.zeros(rows, self.slots, device=device))
-            free = torch.full((rows, self.slots), _FREE, dtype=class_dtype(num_classes), device=device)
+            free = torch.full((rows, self.slots), saved.FREE, dtype=class_dtype(num_classes), device=device)
             self.register_buffer("classes", free)
             self.register_buffer("evictions", torch.zeros(rows, dtype=torch.int32, device=device))
             self.register_buffer("evicted", torch.zeros(rows, device=device))
         self.register_buffer("mean_loss", torch.zeros(rows, device=device))
         self.register_buffer("mean_margin", torch.zeros(rows, device=device))
         self.register_buffer("visits", torch.zeros(rows, dtype=torch.int32, device=device))
-        self.register_buffer("meta", torch.tensor([self._describe()[name] for name in _META]))
+        self.register_buffer("meta", saved.describe(self))
 
     def __len__(self) -> int:
         return self.u.shape[0]
@@ -141,8 +138,10 @@ class NoiseTable(nn.Module):
         """All rows, as the loss kernel reads them."""
         return RowBlock(self.u, self.v, self.classes)
 
-    def samples_of(self, rows: Tensor) -> Tensor:
+    def samples_of(self, rows: Tensor | slice) -> Tensor:
         """Sample numbers of local row numbers."""
+        if isinstance(rows, slice):
+            rows = torch.arange(*rows.indices(len(self)), device=self.u.device)
         return rows.to(torch.int64) * self.stride + self.first
 
     def dense_v(self, rows: Tensor) -> Tensor:
@@ -150,17 +149,19 @@ class NoiseTable(nn.Module):
         if self.classes is None:
             return self.v[rows]
         out = torch.empty(len(rows), self.num_classes, device=self.v.device)
-        return _scatter_slots(fill_initial_v(out, self.seed, self.samples_of(rows)), self.classes[rows], self.v[rows])
+        return saved.scatter_slots(
+            fill_initial_v(out, self.seed, self.samples_of(rows)), self.classes[rows], self.v[rows]
+        )
 
     def strongest(self) -> tuple[Tensor, Tensor]:
         """For each row the largest v^2 and its class, (R,) each; an untouched slots row answers 0 and class 0."""
         if self.classes is None:
-            largest = [self.v[part].abs().max(dim=1) for part in self._parts()]
+            largest = [self.v[part].abs().max(dim=1) for part in self.parts()]
             return torch.cat([part.values for part in largest]).square(), torch.cat([part.indices for part in largest])
         size, slot = self.v.abs().max(dim=1)  # a free slot holds 0
         return size.square(), self.classes.gather(1, slot[:, None])[:, 0].clamp_min(0).to(torch.int64)
 
-    def _parts(self) -> Iterator[slice]:
+    def parts(self) -> Iterator[slice]:
         """Slices of the rows, small enough that a dense temporary of one stays small."""
         step = max(1, _CHUNK_ENTRIES // self.num_classes)
         return (slice(start, start + step) for start in range(0, max(len(self), 1), step))
@@ -169,13 +170,6 @@ class NoiseTable(nn.Module):
         """Follow the module to another device, but never to another type: 1e-8 underflows in half precision."""
         target = fn(torch.empty(0, device=self.u.device)).device
         return super()._apply(lambda buffer: buffer.to(target), recurse)
-
-    # -- saving and loading --------------------------------------------------------------------------------------------
-
-    def _describe(self) -> dict[str, int]:
-        values = (FORMAT_VERSION, self.num_samples, self.num_classes, self.seed, self.first, self.stride)
-        slots = self.slots if self.layout == "slots" else 0
-        return dict(zip(_META, (*values, _LAYOUTS.index(self.layout), slots), strict=True))
 
     def _load_from_state_dict(
         self,
@@ -187,109 +181,17 @@ class NoiseTable(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Check everything, then copy or convert; on any error say what is wrong and change nothing."""
+        """torch's way in; `saved` checks everything, then copies or converts."""
         found = {key[len(prefix) :]: value for key, value in state_dict.items() if key.startswith(prefix)}
         if strict:
-            unexpected_keys.extend(prefix + name for name in sorted(found.keys() - _names("slots")))
+            unexpected_keys.extend(prefix + name for name in sorted(found.keys() - saved.KEYS))
         if "meta" not in found:
             missing_keys.append(prefix + "meta")
             return
         try:
-            layout = self._check_saved(found)
+            saved.load(self, found)
         except ValueError as problem:
             error_msgs.append(f"the noise table does not fit: {problem}")
-            return
-        with torch.no_grad():
-            for name in _names("dense") - {"meta", "v"}:
-                getattr(self, name).copy_(found[name])
-            v, classes = found["v"].to(self.v.device), found.get("classes")
-            if self.classes is None:
-                self._load_dense(v, classes)
-            elif layout == "slots" and v.shape == self.v.shape:
-                for name in _names("slots") - _names("dense") | {"v"}:
-                    getattr(self, name).copy_(found[name])
-            else:
-                self._load_slots(v, classes, found)
-
-    def _check_saved(self, found: Mapping[str, Tensor]) -> Layout:
-        """Raise ValueError unless these tensors are a table of the same samples, classes and seed."""
-        saved = dict(zip(_META, (int(x) for x in found["meta"].flatten()), strict=False))
-        if saved.get("format") != FORMAT_VERSION:
-            raise ValueError(
-                f"it has format {saved.get('format')}, this sopdist reads {FORMAT_VERSION}: use the one that wrote it"
-            )
-        if len(saved) != len(_META) or saved["layout"] not in range(len(_LAYOUTS)):
-            raise ValueError("its description is damaged")
-        here = self._describe()
-        keys = ("num_samples", "num_classes", "seed", "first", "stride")
-        differs = [f"{key} is {saved[key]} there and {here[key]} here" for key in keys if saved[key] != here[key]]
-        if differs:
-            raise ValueError("; ".join(differs))
-        layout = _LAYOUTS[saved["layout"]]
-        width = self.num_classes if layout == "dense" else saved["slots"]
-        for name in sorted(_names(layout) - {"meta"}):
-            shape = (len(self), width) if name in ("v", "classes") else (len(self),)
-            if name not in found or tuple(found[name].shape) != shape:
-                got = tuple(found[name].shape) if name in found else "nothing"
-                raise ValueError(f"'{name}' should have the shape {shape}, found {got}")
-        if layout == "slots" and len(self):
-            low, high = found["classes"].min(), found["classes"].max()
-            if low < _FREE or high >= self.num_classes:
-                raise ValueError(f"'classes' holds {int(low)} to {int(high)}, outside -1 to {self.num_classes - 1}")
-        return layout
-
-    def _load_dense(self, v: Tensor, classes: Tensor | None) -> None:
-        if classes is None:
-            self.v.copy_(v)
-            return
-        for part in self._parts():
-            samples = self.samples_of(torch.arange(len(self), device=v.device)[part])
-            rows = fill_initial_v(self.v[part], self.seed, samples)
-            _scatter_slots(rows, classes[part].to(v.device), v[part])
-
-    def _load_slots(self, v: Tensor, classes: Tensor | None, found: Mapping[str, Tensor]) -> None:
-        """Keep the entries of largest |v| that ever moved; what does not fit counts as evicted."""
-        assert self.classes is not None
-        assert self.evictions is not None
-        assert self.evicted is not None
-        for name in ("evictions", "evicted"):
-            getattr(self, name).copy_(found[name]) if name in found else getattr(self, name).zero_()
-        for part in self._parts():
-            values = v[part]
-            if classes is None:
-                samples = self.samples_of(torch.arange(len(self), device=v.device)[part])
-                initial = fill_initial_v(torch.empty_like(values), self.seed, samples)
-                moved = values.view(torch.int32) != initial.view(torch.int32)
-                numbers = torch.arange(self.num_classes, device=v.device).expand_as(values)
-            else:
-                numbers = classes[part].to(v.device, torch.int64)
-                moved = numbers != _FREE
-            size = values.abs().masked_fill(~moved, -1)  # (rows, K or M)
-            keep = min(self.slots, size.shape[1])
-            best, place = size.topk(min(keep + 1, size.shape[1]), dim=1)
-            kept = place[:, :keep]
-            self.v[part].zero_()
-            self.classes[part].fill_(_FREE)
-            self.v[part, :keep] = values.gather(1, kept).masked_fill(best[:, :keep] < 0, 0)
-            self.classes[part, :keep] = (
-                numbers.gather(1, kept).masked_fill(best[:, :keep] < 0, _FREE).to(self.classes.dtype)
-            )
-            if size.shape[1] > keep:
-                self.evictions[part] += (moved.sum(1) - keep).clamp_min(0).to(torch.int32)
-                self.evicted[part] = torch.maximum(self.evicted[part], best[:, keep].clamp_min(0).square())
-
-
-def _names(layout: Layout) -> set[str]:
-    """The tensors that a saved table of this layout consists of."""
-    shared = {"meta", "u", "v", "mean_loss", "mean_margin", "visits"}
-    return shared | {"classes", "evictions", "evicted"} if layout == "slots" else shared
-
-
-def _scatter_slots(dense: Tensor, classes: Tensor, v: Tensor) -> Tensor:
-    """Write the occupied slots of each row into its dense row, in place."""
-    row, slot = (classes != _FREE).nonzero(as_tuple=True)
-    dense[row, classes[row, slot].to(torch.int64)] = v[row, slot]
-    return dense
 
 
 def _check_integer(name: str, value: int, *, at_least: int, below: int | None = None) -> None:

@@ -163,7 +163,9 @@ def test_a_damaged_table_is_refused_and_nothing_changes(layout: Any) -> None:
     newer[0] = 2
     damaged = [
         (good | {"v": good["v"][:-1]}, "'v' should have the shape"),
-        (without("mean_loss"), "'mean_loss' should have the shape .* found nothing"),
+        (good | {"v": good["v"].half()}, "'v' has the type torch.float16"),
+        (good | {"visits": good["visits"].long()}, "'visits' has the type torch.int64"),
+        (without("mean_loss"), "'mean_loss' is missing"),
         (without("meta"), "Missing key"),
         (good | {"meta": newer}, "it has format 2, this sopdist reads 1"),
         (good | {"meta": good["meta"][:3]}, "its description is damaged"),

@@ -1,0 +1,135 @@
+"""Saved noise tables: what a saved one consists of, whether it fits, and how it is read into either layout.
+
+A saved table is a dictionary of plain tensors, described by one of them, `meta`. Knows columns, not what they are for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .counter import fill_initial_v
+
+if TYPE_CHECKING:
+    from .rows import Layout, NoiseTable
+
+FORMAT_VERSION = 1
+FREE = -1  # the class number of a free slot
+LAYOUTS: tuple[Layout, ...] = ("dense", "slots")
+
+_META = ("format", "num_samples", "num_classes", "seed", "first", "stride", "layout", "slots")
+_COLUMNS = {
+    "u": torch.float32,
+    "v": torch.float32,
+    "mean_loss": torch.float32,
+    "mean_margin": torch.float32,
+    "visits": torch.int32,
+}
+_SLOT_COLUMNS = {"classes": None, "evictions": torch.int32, "evicted": torch.float32}  # classes: int16 or int32
+KEYS = frozenset({"meta", *_COLUMNS, *_SLOT_COLUMNS})
+
+
+def describe(table: NoiseTable) -> Tensor:
+    """The tensor `meta` of a table."""
+    slots = table.slots if table.layout == "slots" else 0
+    numbers = (FORMAT_VERSION, table.num_samples, table.num_classes, table.seed, table.first, table.stride)
+    return torch.tensor([*numbers, LAYOUTS.index(table.layout), slots])
+
+
+def load(table: NoiseTable, found: Mapping[str, Tensor]) -> None:
+    """Read a saved table into this one, whatever its layout; ValueError if it does not fit, and then nothing changed."""
+    layout = _check(table, found)
+    with torch.no_grad():
+        for name in _COLUMNS.keys() - {"v"}:
+            getattr(table, name).copy_(found[name])
+        v, classes = found["v"].to(table.v.device), found.get("classes") if layout == "slots" else None
+        if table.classes is None:
+            _read_into_dense(table, v, classes)
+        elif classes is not None and v.shape == table.v.shape:
+            for name in ("v", *_SLOT_COLUMNS):
+                getattr(table, name).copy_(found[name])
+        else:
+            _read_into_slots(table, v, classes, found)
+
+
+def _check(table: NoiseTable, found: Mapping[str, Tensor]) -> Layout:
+    """The layout of a saved table of the same samples, classes and seed; ValueError otherwise."""
+    saved = dict(zip(_META, (int(x) for x in found["meta"].flatten()), strict=False))
+    if saved.get("format") != FORMAT_VERSION:
+        wrote = f"it has format {saved.get('format')}, this sopdist reads {FORMAT_VERSION}"
+        raise ValueError(f"{wrote}: load it with the sopdist that wrote it")
+    if len(saved) != len(_META) or saved["layout"] not in range(len(LAYOUTS)):
+        raise ValueError("its description is damaged")
+    here = dict(zip(_META, describe(table).tolist(), strict=True))
+    keys = ("num_samples", "num_classes", "seed", "first", "stride")
+    differs = [f"{key} is {saved[key]} there and {here[key]} here" for key in keys if saved[key] != here[key]]
+    if differs:
+        raise ValueError("; ".join(differs))
+
+    layout = LAYOUTS[saved["layout"]]
+    width = table.num_classes if layout == "dense" else saved["slots"]
+    for name, dtype in (_COLUMNS if layout == "dense" else _COLUMNS | _SLOT_COLUMNS).items():
+        shape = (len(table), width) if name in ("v", "classes") else (len(table),)
+        if name not in found:
+            raise ValueError(f"'{name}' is missing")
+        if tuple(found[name].shape) != shape:
+            raise ValueError(f"'{name}' should have the shape {shape}, found {tuple(found[name].shape)}")
+        if found[name].dtype not in ((torch.int16, torch.int32) if dtype is None else (dtype,)):
+            raise ValueError(f"'{name}' has the type {found[name].dtype}, which is not that of a table")
+    if layout == "slots" and found["classes"].numel():
+        low, high = int(found["classes"].min()), int(found["classes"].max())
+        if low < FREE or high >= table.num_classes:
+            raise ValueError(f"'classes' holds {low} to {high}, outside -1 to {table.num_classes - 1}")
+    return layout
+
+
+def _read_into_dense(table: NoiseTable, v: Tensor, classes: Tensor | None) -> None:
+    if classes is None:
+        table.v.copy_(v)
+        return
+    for part in table.parts():
+        rows = fill_initial_v(table.v[part], table.seed, table.samples_of(part))
+        scatter_slots(rows, classes[part].to(v.device), v[part])
+
+
+def _read_into_slots(table: NoiseTable, v: Tensor, classes: Tensor | None, found: Mapping[str, Tensor]) -> None:
+    """Keep the entries of largest |v| that ever moved; what does not fit counts as evicted."""
+    assert table.classes is not None
+    assert table.evictions is not None
+    assert table.evicted is not None
+    if classes is None:
+        table.evictions.zero_()
+        table.evicted.zero_()
+    else:
+        table.evictions.copy_(found["evictions"])
+        table.evicted.copy_(found["evicted"])
+    table.v.zero_()
+    table.classes.fill_(FREE)
+    for part in table.parts():
+        values = v[part]  # (rows, K or M)
+        if classes is None:
+            initial = fill_initial_v(torch.empty_like(values), table.seed, table.samples_of(part))
+            moved = values.view(torch.int32) != initial.view(torch.int32)
+            numbers = torch.arange(table.num_classes, device=v.device).expand_as(values)
+        else:
+            numbers = classes[part].to(v.device, torch.int64)
+            moved = numbers != FREE
+        size = values.abs().where(moved, -1)
+        keep = min(table.slots, size.shape[1])
+        best, place = size.topk(min(keep + 1, size.shape[1]), dim=1)
+        occupied, place = best[:, :keep] >= 0, place[:, :keep]
+        table.v[part, :keep] = values.gather(1, place).where(occupied, 0)
+        table.classes[part, :keep] = numbers.gather(1, place).where(occupied, FREE).to(table.classes.dtype)
+        if size.shape[1] > keep:
+            table.evictions[part] += (moved.sum(1) - keep).clamp_min(0).to(torch.int32)
+            table.evicted[part] = torch.maximum(table.evicted[part], best[:, keep].clamp_min(0).square())
+
+
+def scatter_slots(dense: Tensor, classes: Tensor, v: Tensor) -> Tensor:
+    """Write the occupied slots of each row into its dense row, in place."""
+    row, slot = (classes != FREE).nonzero(as_tuple=True)
+    dense[row, classes[row, slot].to(torch.int64)] = v[row, slot]
+    return dense
