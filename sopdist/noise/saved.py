@@ -40,7 +40,7 @@ def describe(table: NoiseTable) -> Tensor:
 
 
 def load(table: NoiseTable, found: Mapping[str, Tensor]) -> None:
-    """Read a saved table into this one, whatever its layout; ValueError if it does not fit, and then nothing changed."""
+    """Read a saved table into this one, whatever its layout; ValueError if it does not fit, and nothing has changed."""
     layout = _check(table, found)
     with torch.no_grad():
         for name in _COLUMNS.keys() - {"v"}:
