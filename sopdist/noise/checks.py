@@ -22,6 +22,10 @@ def check_batch(
     wants_view: bool,
 ) -> None:
     """Raise on shapes, types and devices that do not fit; never looks at values, so never waits for a device."""
+    given = {"logits": logits, "labels": labels, "index": index, "logits2": logits2, "weight": weight}
+    for name, tensor in given.items():
+        if not isinstance(tensor, Tensor) and (tensor is not None or name in ("logits", "labels", "index")):
+            raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
     if logits.dim() != 2 or logits.dtype not in _FLOATS:
         raise ValueError(f"logits must be floats of shape (batch, classes), got {_describe(logits)}")
     batch, classes = logits.shape
@@ -64,8 +68,18 @@ def check_values(labels: Tensor, index: Tensor, table: NoiseTable) -> None:
             raise IndexError(f"{name}[{at}] = {int(tensor[at])} is outside [0, {of} = {size})")
 
 
+def check_labels(labels: Tensor, table: NoiseTable) -> None:
+    """Raise unless these are the labels of all samples."""
+    if not isinstance(labels, Tensor) or labels.dtype not in _INTEGERS or labels.shape != (table.num_samples,):
+        got = _describe(labels) if isinstance(labels, Tensor) else type(labels).__name__
+        raise ValueError(f"labels must be a tensor of {table.num_samples} int64 or int32, got {got}")
+    if int(labels.min()) < 0 or int(labels.max()) >= table.num_classes:
+        raise IndexError(f"labels hold {int(labels.min())} to {int(labels.max())}, outside [0, {table.num_classes})")
+
+
 def check_weight(weight: Tensor) -> Tensor:
     """Raise if a weight is negative or not finite; return which samples count."""
+    weight = weight.to(torch.float32)
     good = torch.isfinite(weight) & (weight >= 0)
     if not bool(good.all()):
         at = int((~good).nonzero()[0, 0])
@@ -82,7 +96,7 @@ def check_prior(
             raise ValueError("prior has no effect with balance=0: pass balance > 0 too")
         return None
     if prior is None:
-        return torch.full((num_classes,), 1 / num_classes, device=device)
+        return torch.full((num_classes,), 1 / num_classes, dtype=torch.float32, device=device)
     prior = torch.as_tensor(prior, dtype=torch.float32, device=device)
     if (
         prior.shape != (num_classes,)

@@ -38,9 +38,13 @@ class Step(NamedTuple):
     u: float  # flow: exp(-T)      paper, official: 2 x step of u
 
 
-def _check_rate(name: str, value: float, *, zero_ok: bool) -> None:
-    if not (math.isfinite(value) and (value > 0 or (zero_ok and value == 0))):
-        raise ValueError(f"{name} must be a finite number {'>= 0' if zero_ok else '> 0'}, got {value!r}")
+# Within these bounds an entry that was never predicted keeps its bits, whatever the variant.
+_FEWEST_VISITS, _LARGEST_RATE = 0.01, 1e6
+
+
+def _check_rate(name: str, value: float, low: float = 0.0, high: float = _LARGEST_RATE) -> None:
+    if not low <= value <= high:
+        raise ValueError(f"{name} must be in [{low:g}, {high:g}], got {value!r}")
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,7 @@ class Flow:
     visits: float = 4.0
 
     def __post_init__(self) -> None:
-        _check_rate("visits", self.visits, zero_ok=False)
+        _check_rate("visits", self.visits, _FEWEST_VISITS, 1e12)
 
     def step(self) -> Step:
         """Numbers for the row kernels."""
@@ -84,7 +88,7 @@ class Paper(_Euler):
 
     def __post_init__(self) -> None:
         for name in ("alpha_u", "alpha_v", "tau"):
-            _check_rate(name, getattr(self, name), zero_ok=True)
+            _check_rate(name, getattr(self, name))
 
     def step(self) -> Step:
         """Numbers for the row kernels."""
@@ -101,9 +105,9 @@ class Official(_Euler):
 
     def __post_init__(self) -> None:
         for name in ("lr_u", "lr_v"):
-            _check_rate(name, getattr(self, name), zero_ok=True)
-        if self.batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, got {self.batch_size!r}")
+            _check_rate(name, getattr(self, name))
+        if not isinstance(self.batch_size, int) or self.batch_size < 1:
+            raise ValueError(f"batch_size must be an integer of at least 1, got {self.batch_size!r}")
 
     def step(self) -> Step:
         """Numbers for the row kernels."""

@@ -15,7 +15,7 @@ This file knows where values are kept, not how they change (`kernels/`) nor what
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -72,6 +72,7 @@ class NoiseTable(nn.Module):
     mean_loss: Tensor
     mean_margin: Tensor
     visits: Tensor
+    skipped: Tensor
     evictions: Tensor | None
     evicted: Tensor | None
     meta: Tensor
@@ -103,22 +104,27 @@ class NoiseTable(nn.Module):
         self.layout: Layout = choose_layout(num_samples, num_classes, slots) if layout == "auto" else layout
 
         rows = len(range(first, num_samples, stride))
+        # Types and devices are spelled out: torch's defaults can be changed, and a table in bfloat16 would never learn.
         samples = self.samples_of(torch.arange(rows, device=device))
+        device = samples.device
+        floats: dict[str, Any] = {"dtype": torch.float32, "device": device}
         self.register_buffer("u", initial_u(seed, samples))
         if self.layout == "dense":
-            self.register_buffer("v", fill_initial_v(torch.empty(rows, num_classes, device=device), seed, samples))
+            self.register_buffer("v", fill_initial_v(torch.empty(rows, num_classes, **floats), seed, samples))
             for name in ("classes", "evictions", "evicted"):
                 self.register_buffer(name, None)
         else:
-            self.register_buffer("v", torch.zeros(rows, self.slots, device=device))
+            self.register_buffer("v", torch.zeros(rows, self.slots, **floats))
             free = torch.full((rows, self.slots), saved.FREE, dtype=class_dtype(num_classes), device=device)
             self.register_buffer("classes", free)
             self.register_buffer("evictions", torch.zeros(rows, dtype=torch.int32, device=device))
-            self.register_buffer("evicted", torch.zeros(rows, device=device))
-        self.register_buffer("mean_loss", torch.zeros(rows, device=device))
-        self.register_buffer("mean_margin", torch.zeros(rows, device=device))
+            self.register_buffer("evicted", torch.zeros(rows, **floats))
+        self.register_buffer("mean_loss", torch.zeros(rows, **floats))
+        self.register_buffer("mean_margin", torch.zeros(rows, **floats))
         self.register_buffer("visits", torch.zeros(rows, dtype=torch.int32, device=device))
-        self.register_buffer("meta", saved.describe(self))
+        # Samples that were seen but did not count: [weight 0 or out of range, logits not finite].
+        self.register_buffer("skipped", torch.zeros(2, dtype=torch.int64, device=device))
+        self.register_buffer("meta", saved.describe(self).to(device))
 
     def __len__(self) -> int:
         return self.u.shape[0]
@@ -148,18 +154,27 @@ class NoiseTable(nn.Module):
         """v of all classes for these rows, (len(rows), K), whatever the layout."""
         if self.classes is None:
             return self.v[rows]
-        out = torch.empty(len(rows), self.num_classes, device=self.v.device)
+        out = torch.empty(len(rows), self.num_classes, dtype=torch.float32, device=self.v.device)
         return saved.scatter_slots(
             fill_initial_v(out, self.seed, self.samples_of(rows)), self.classes[rows], self.v[rows]
         )
 
-    def strongest(self) -> tuple[Tensor, Tensor]:
-        """For each row the largest v^2 and its class, (R,) each; an untouched slots row answers 0 and class 0."""
+    def strongest(self, labels: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """For each row the largest v^2 and its class, (R,) each, the class in `labels` (R,) left out if given.
+
+        An untouched row of slots answers 0 and class 0.
+        """
         if self.classes is None:
-            largest = [self.v[part].abs().max(dim=1) for part in self.parts()]
+            largest = []
+            for part in self.parts():
+                size = self.v[part].abs()
+                largest.append((size if labels is None else size.scatter(1, labels[part, None], 0)).max(dim=1))
             return torch.cat([part.values for part in largest]).square(), torch.cat([part.indices for part in largest])
-        size, slot = self.v.abs().max(dim=1)  # a free slot holds 0
-        return size.square(), self.classes.gather(1, slot[:, None])[:, 0].clamp_min(0).to(torch.int64)
+        size = self.v.abs()  # a free slot holds 0
+        if labels is not None:
+            size = size.masked_fill(self.classes == labels[:, None], 0)
+        best, slot = size.max(dim=1)
+        return best.square(), self.classes.gather(1, slot[:, None])[:, 0].clamp_min(0).to(torch.int64)
 
     def parts(self) -> Iterator[slice]:
         """Slices of the rows, small enough that a dense temporary of one stays small."""
@@ -168,8 +183,7 @@ class NoiseTable(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> NoiseTable:
         """Follow the module to another device, but never to another type: 1e-8 underflows in half precision."""
-        target = fn(torch.empty(0, device=self.u.device)).device
-        return super()._apply(lambda buffer: buffer.to(target), recurse)
+        return super()._apply(keep_type(fn), recurse)
 
     def _load_from_state_dict(
         self,
@@ -183,15 +197,28 @@ class NoiseTable(nn.Module):
     ) -> None:
         """torch's way in; `saved` checks everything, then copies or converts."""
         found = {key[len(prefix) :]: value for key, value in state_dict.items() if key.startswith(prefix)}
-        if strict:
-            unexpected_keys.extend(prefix + name for name in sorted(found.keys() - saved.KEYS))
+        foreign = [prefix + name for name in sorted(found.keys() - saved.KEYS)] if strict else []
+        unexpected_keys.extend(foreign)
         if "meta" not in found:
             missing_keys.append(prefix + "meta")
+        if foreign or "meta" not in found:
             return
         try:
             saved.load(self, found)
         except ValueError as problem:
             error_msgs.append(f"the noise table does not fit: {problem}")
+
+
+def keep_type(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """What `nn.Module._apply` is to do to a buffer whose type must not change: 1e-8 underflows in half precision."""
+
+    def apply(buffer: Tensor) -> Tensor:
+        out = fn(buffer)
+        if buffer.is_meta and not out.is_meta:
+            raise NotImplementedError("make SOP where it is to live (device=...): empty memory does not hold its start")
+        return out if out.dtype == buffer.dtype else buffer.to(out.device)
+
+    return apply
 
 
 def _check_integer(name: str, value: int, *, at_least: int, below: int | None = None) -> None:

@@ -5,6 +5,7 @@ A saved table is a dictionary of plain tensors, described by one of them, `meta`
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -28,8 +29,9 @@ _COLUMNS = {
     "mean_margin": torch.float32,
     "visits": torch.int32,
 }
+_COUNTS = "skipped"
 _SLOT_COLUMNS = {"classes": None, "evictions": torch.int32, "evicted": torch.float32}  # classes: int16 or int32
-KEYS = frozenset({"meta", *_COLUMNS, *_SLOT_COLUMNS})
+KEYS = frozenset({"meta", _COUNTS, *_COLUMNS, *_SLOT_COLUMNS})
 
 
 def describe(table: NoiseTable) -> Tensor:
@@ -43,7 +45,7 @@ def load(table: NoiseTable, found: Mapping[str, Tensor]) -> None:
     """Read a saved table into this one, whatever its layout; ValueError if it does not fit, and nothing has changed."""
     layout = _check(table, found)
     with torch.no_grad():
-        for name in _COLUMNS.keys() - {"v"}:
+        for name in {_COUNTS, *_COLUMNS} - {"v"}:
             getattr(table, name).copy_(found[name])
         v, classes = found["v"].to(table.v.device), found.get("classes") if layout == "slots" else None
         if table.classes is None:
@@ -71,19 +73,41 @@ def _check(table: NoiseTable, found: Mapping[str, Tensor]) -> Layout:
 
     layout = LAYOUTS[saved["layout"]]
     width = table.num_classes if layout == "dense" else saved["slots"]
-    for name, dtype in (_COLUMNS if layout == "dense" else _COLUMNS | _SLOT_COLUMNS).items():
-        shape = (len(table), width) if name in ("v", "classes") else (len(table),)
+    expected = {_COUNTS: torch.int64} | _COLUMNS | (_SLOT_COLUMNS if layout == "slots" else {})
+    shapes = {_COUNTS: (2,), "v": (len(table), width), "classes": (len(table), width)}
+    for name, dtype in expected.items():
+        shape = shapes.get(name, (len(table),))
         if name not in found:
             raise ValueError(f"'{name}' is missing")
         if tuple(found[name].shape) != shape:
             raise ValueError(f"'{name}' should have the shape {shape}, found {tuple(found[name].shape)}")
         if found[name].dtype not in ((torch.int16, torch.int32) if dtype is None else (dtype,)):
             raise ValueError(f"'{name}' has the type {found[name].dtype}, which is not that of a table")
-    if layout == "slots" and found["classes"].numel():
-        low, high = int(found["classes"].min()), int(found["classes"].max())
-        if low < FREE or high >= table.num_classes:
-            raise ValueError(f"'classes' holds {low} to {high}, outside -1 to {table.num_classes - 1}")
+        low, high = _range(found[name])
+        if not math.isfinite(low + high):
+            raise ValueError(f"'{name}' holds values that are not finite")
+        if name in ("visits", "evictions", "evicted", _COUNTS) and low < 0:
+            raise ValueError(f"'{name}' holds {low:g}, but it is never negative")
+        if name == "classes" and not FREE <= low <= high < table.num_classes:
+            raise ValueError(f"'classes' holds {low:g} to {high:g}, outside -1 to {table.num_classes - 1}")
+    if layout == "slots":
+        _check_slots(found["classes"], found["v"])
     return layout
+
+
+def _range(column: Tensor) -> tuple[float, float]:
+    if not column.numel():
+        return 0, 0
+    low, high = torch.aminmax(column)
+    return float(low), float(high)
+
+
+def _check_slots(classes: Tensor, v: Tensor) -> None:
+    if bool((v[classes == FREE] != 0).any()):
+        raise ValueError("a free slot holds a value")
+    ordered = classes.sort(dim=1).values
+    if bool(((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] != FREE)).any()):
+        raise ValueError("a row holds a class twice")
 
 
 def _read_into_dense(table: NoiseTable, v: Tensor, classes: Tensor | None) -> None:

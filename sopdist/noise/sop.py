@@ -26,11 +26,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from .checks import check_batch, check_prior, check_values, check_weight
+from .checks import check_batch, check_labels, check_prior, check_values, check_weight
 from .kernels import DROPPED, Facts, LossResult, choose_kernels
 from .plus import balance_term, consistency_term
 from .rates import VARIANTS, Forecast, InactiveTableWarning, Paper, Rates
-from .rows import DEFAULT_SLOTS, NoiseTable
+from .rows import DEFAULT_SLOTS, NoiseTable, keep_type
 
 # Below this an initial v^2 could show in p - v^2, and slots would no longer equal dense bit for bit.
 SMALLEST_EPS = 1e-6
@@ -62,7 +62,6 @@ class SOP(nn.Module):
         device: where to put the table.
     """
 
-    skipped: Tensor
     prior: Tensor | None
 
     def __init__(
@@ -96,9 +95,9 @@ class SOP(nn.Module):
         self.rates = _make_rates(variant, {name: value for name, value in given.items() if value is not None})
         self.table = NoiseTable(num_samples, num_classes, layout=layout, slots=slots, seed=seed, device=device)
 
-        self.eps = min(1e-4, 0.1 / num_classes) if eps is None else eps
+        self.eps = max(SMALLEST_EPS, min(1e-4, 0.1 / num_classes)) if eps is None else eps
         if not SMALLEST_EPS <= self.eps < 1 / num_classes:
-            raise ValueError(f"eps must be in [{SMALLEST_EPS:g}, 1/num_classes = {1 / num_classes:g}), got {eps!r}")
+            raise ValueError(f"eps must be in [{SMALLEST_EPS:g}, 1/num_classes = {1 / num_classes:g}), got {self.eps}")
         if reduction not in ("mean", "sum", "none"):
             raise ValueError(f"reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
         for name, value in (("consistency", consistency), ("balance", balance)):
@@ -109,8 +108,6 @@ class SOP(nn.Module):
         self.consistency, self.balance = consistency, balance
         self.reduction, self.validate = reduction, validate
         self.register_buffer("prior", check_prior(prior, balance, num_classes, device), persistent=False)
-        # Samples that were seen but did not count: [weight 0 or out of range, logits not finite].
-        self.register_buffer("skipped", torch.zeros(2, dtype=torch.int64, device=device))
         if epochs is not None:
             self._forecast(epochs, stacklevel=3)
 
@@ -125,6 +122,11 @@ class SOP(nn.Module):
         return self.table.num_classes
 
     @property
+    def skipped(self) -> Tensor:
+        """How many samples were seen but did not count: [weight 0 or out of range, logits not finite]."""
+        return self.table.skipped
+
+    @property
     def tau(self) -> float:
         """The network's learning rate, which the variant "paper" multiplies its rates with."""
         return self._paper_rates("tau").tau
@@ -136,8 +138,11 @@ class SOP(nn.Module):
 
     def _paper_rates(self, name: str) -> Paper:
         if not isinstance(self.rates, Paper):
-            raise AttributeError(f"{name} belongs to variant='paper'; this is {self.rates}")
+            raise TypeError(f"{name} belongs to variant='paper'; this is {self.rates}")
         return self.rates
+
+    def _apply(self, fn: Any, recurse: bool = True) -> SOP:
+        return super()._apply(keep_type(fn), recurse)
 
     def extra_repr(self) -> str:
         """One line for `print(sop)`."""
@@ -204,7 +209,7 @@ class SOP(nn.Module):
             share = torch.where(counts, weight, 0).to(losses.dtype)
             losses, total = losses * share, share.sum()
         else:
-            share, total = counts, number
+            share, total = counts.to(losses.dtype), number
         if self.reduction == "none":
             return losses
         divisor = total.where(total > 0, 1)
@@ -236,10 +241,10 @@ class SOP(nn.Module):
         """`number` samples counted; the others had no weight, or logits that are not finite."""
         if wanted is None:
             if number.device.type != "cpu" or int(number) != batch:  # spares the common case on a CPU three calls
-                self.skipped[1] += batch - number
+                self.table.skipped[1] += batch - number
         else:
             asked = wanted.sum()
-            self.skipped += torch.stack((batch - asked, asked - number))
+            self.table.skipped += torch.stack((batch - asked, asked - number))
 
     # -- reading the result --------------------------------------------------------------------------------------------
 
@@ -260,37 +265,49 @@ class SOP(nn.Module):
             raise ValueError(f"count must be in [0, num_samples = {self.num_samples}], got {count!r}")
         return self.noise_scores().sort(descending=True, stable=True).indices[:count]
 
-    def flags(self) -> Tensor:
-        """(N,) bool: the table has explained this label away in favour of some class k: v_k^2 > 1 - u^2."""
-        return self.table.strongest()[0] > 1 - self.table.u.square()
+    def flags(self, labels: Tensor | None = None) -> Tensor:
+        """(N,) bool: the table has explained this label away in favour of some class k: v_k^2 > 1 - u^2.
+
+        Pass the current labels (N,) if some were changed during training: what the table learned of a class that has
+        become the label since then says nothing against it.
+        """
+        return self._explained_away(labels)[0]
 
     def proposed_labels(self, labels: Tensor) -> Tensor:
         """The given labels (N,), with each flagged one replaced by the class of its largest v^2.
 
         A proposal for a person to look at: where little is wrong to begin with, taking all of it makes labels worse.
         """
-        if labels.shape != (self.num_samples,) or labels.is_floating_point() or labels.dtype == torch.bool:
-            raise ValueError(
-                f"labels must be {self.num_samples} integers, got {labels.dtype} of shape {tuple(labels.shape)}"
-            )
-        square, strongest = self.table.strongest()
-        flagged = square > 1 - self.table.u.square()
-        return torch.where(flagged, strongest, labels.to(strongest.device, torch.int64)).to(labels.dtype)
+        flagged, instead = self._explained_away(labels)
+        return torch.where(flagged, instead, labels.to(instead.device, torch.int64)).to(labels.dtype)
 
-    def noise_rate(self) -> float:
+    def noise_rate(self, labels: Tensor | None = None) -> float:
         """Estimated share of wrong labels: flagged among visited samples; NaN before the first visit."""
         visited = self.table.visits > 0
-        return float((self.flags() & visited).sum() / visited.sum())
+        return float((self.flags(labels) & visited).sum() / visited.sum())
+
+    def _explained_away(self, labels: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Which labels are explained away, and in favour of which class, (N,) each.
+
+        An entry counts from one percent: in the variant `paper` u alone reaches 1 on hard clean samples.
+        """
+        if labels is not None:
+            check_labels(labels, self.table)
+            labels = labels.to(self.table.u.device, torch.int64)
+        square, class_ = self.table.strongest(labels)
+        return square > (1 - self.table.u.square()).clamp_min(0.01), class_
 
     def evictions(self) -> tuple[int, float]:
         """For slots: how many entries were evicted, and the largest v^2 given up; (0, 0.0) = dense, bit for bit.
 
+        A dense table always answers (0, 0.0), also one that was loaded from slots with evictions.
         That v^2 bounds the error of s at every class that was not predicted again after its eviction. One that was
         starts anew and lags behind by at most the visits it had before.
         """
         if self.table.evictions is None or self.table.evicted is None:
             return 0, 0.0
-        return int(self.table.evictions.sum()), float(self.table.evicted.max())
+        largest = self.table.evicted.max() if len(self.table) else 0.0
+        return int(self.table.evictions.sum()), float(largest)
 
     def forecast(self, epochs: float) -> Forecast:
         """In how many visits a steadily contradicted label is explained away; warns if fewer epochs are planned."""

@@ -100,8 +100,9 @@ def test_a_sample_that_is_not_finite_is_as_if_it_were_not_there(variant: Any, la
     assert b.grad is not None
     assert torch.equal(a.grad[2], torch.zeros(5))
     torch.testing.assert_close(a.grad[rest], b.grad)
-    assert same(with_it.table.state_dict(), without.table.state_dict())
     assert with_it.skipped.tolist() == [0, 3]
+    with_it.skipped.zero_()
+    assert same(with_it.state_dict(), without.state_dict())
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -181,6 +182,9 @@ GOOD = batch(4, 5, 20)
         ({"weight": torch.tensor([1.0, -1, 1, 1])}, ValueError, r"weight\[1\] = -1.0 is not a finite number >= 0"),
         ({"weight": torch.tensor([1.0, 1, float("nan"), 1])}, ValueError, r"weight\[2\] = nan"),
         ({"logits2": torch.zeros(4, 5)}, ValueError, "logits2 has no effect with consistency=0"),
+        ({"labels": [0, 1, 2, 3]}, TypeError, "labels must be a tensor, got list"),
+        ({"index": None}, TypeError, "index must be a tensor, got NoneType"),
+        ({"weight": torch.tensor([1.0, 1e300, 1, 1], dtype=torch.float64)}, ValueError, r"weight\[1\] = inf"),
     ],
 )
 def test_bad_input_gets_a_clear_error_and_changes_nothing(
@@ -201,12 +205,14 @@ def test_bad_input_gets_a_clear_error_and_changes_nothing(
         ({"num_samples": 2.5}, "num_samples must be an integer"),
         ({"num_classes": 1}, "num_classes must be an integer at least 2"),
         ({"variant": "flwo"}, "variant must be one of 'flow', 'paper', 'official', got 'flwo'"),
-        ({"visits": 0}, "visits must be a finite number > 0"),
-        ({"visits": float("nan")}, "visits must be a finite number > 0"),
+        ({"visits": 0}, r"visits must be in \[0.01, 1e\+12\], got 0"),
+        ({"visits": float("nan")}, "visits must be in .* got nan"),
         ({"alpha_v": 3.0}, "alpha_v belongs to variant='paper'; variant='flow' takes visits"),
         ({"variant": "paper", "visits": 3}, "visits belongs to variant='flow'"),
-        ({"variant": "paper", "tau": -1}, "tau must be a finite number >= 0"),
-        ({"variant": "official", "batch_size": 0}, "batch_size must be at least 1"),
+        ({"variant": "paper", "tau": -1}, r"tau must be in \[0, 1e\+06\]"),
+        ({"variant": "official", "batch_size": 0}, "batch_size must be an integer of at least 1"),
+        ({"variant": "official", "batch_size": float("nan")}, "batch_size must be an integer"),
+        ({"num_classes": 2_000_000}, "eps must be in"),
         ({"layout": "sparse"}, "layout must be 'auto', 'dense' or 'slots'"),
         ({"slots": 0}, "slots must be an integer at least 1"),
         ({"seed": -1}, "seed must be an integer in"),
@@ -229,8 +235,71 @@ def test_tau_is_only_for_the_papers_variant() -> None:
     sop = SOP(20, 5, variant="paper")
     sop.tau = 0.5
     assert sop.rates.step().v == pytest.approx(4 * 10 * 0.5)
-    with pytest.raises(AttributeError, match="tau belongs to variant='paper'"):
+    with pytest.raises(TypeError, match="tau belongs to variant='paper'"):
         SOP(20, 5).tau = 0.1
+    with pytest.raises(TypeError, match="tau belongs to variant='paper'"):
+        _ = SOP(20, 5).tau
+
+
+# -- the surroundings --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kernels", ["native", "reference"])
+def test_another_default_type_changes_nothing(
+    dtype: torch.dtype, layout: Any, kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SOPDIST_KERNELS", kernels)
+    z, labels, index = batch(6, 5, 20)
+    usual = SOP(20, 5, layout=layout, balance=0.1)
+    expected = [float(usual(z, labels, index)) for _ in range(6)]
+    torch.set_default_dtype(dtype)
+    try:
+        other = SOP(20, 5, layout=layout, balance=0.1)
+        got = [float(other(z, labels, index)) for _ in range(6)]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert got == expected
+    assert same(usual.state_dict(), other.state_dict())
+    assert other.prior is not None
+    assert other.prior.dtype == torch.float32
+
+
+def test_another_default_device_changes_nothing() -> None:
+    z, labels, index = batch(6, 5, 20)
+    sop, usual = SOP(20, 5), SOP(20, 5)
+    with torch.device("meta"):
+        loss = float(sop(z, labels, index))
+    assert loss == float(usual(z, labels, index))
+
+
+def test_a_table_that_something_else_has_cast_is_refused_before_c_sees_it() -> None:
+    sop = SOP(20, 5)
+    sop.table.v = sop.table.v.bfloat16()
+    with pytest.raises(TypeError, match=r"contiguous float32 on the CPU, found torch\.bfloat16"):
+        sop(*batch(6, 5, 20))
+
+
+def test_sharing_memory_reaches_the_table_and_empty_memory_is_refused() -> None:
+    assert SOP(20, 5).share_memory().table.u.is_shared()
+    with pytest.raises(NotImplementedError, match="make SOP where it is to live"):
+        SOP(20, 5, device="meta").to_empty(device="cpu")
+
+
+def test_losses_without_reduction_are_the_users_own() -> None:
+    losses = SOP(20, 5, reduction="none")(*batch(6, 5, 20))
+    losses *= 2
+    losses[0] = 0
+
+
+def test_logits_too_large_for_a_finite_loss_are_dropped() -> None:
+    z, labels, index = batch(3, 5, 20)
+    z[1, 0], z[1, 1], labels[1] = 3e38, -3e38, 1
+    sop = SOP(20, 5)
+    assert torch.isfinite(sop(z, labels, index))
+    assert sop.skipped.tolist() == [0, 1]
+    assert torch.isfinite(sop.table.mean_loss).all()
 
 
 # -- SOP+ --------------------------------------------------------------------------------------------------------------
@@ -319,10 +388,42 @@ def test_wrong_labels_are_ranked_flagged_and_relabelled(learned: SOP) -> None:
 def test_reading_with_bad_arguments_says_so(learned: SOP) -> None:
     with pytest.raises(ValueError, match="kind must be"):
         learned.noise_scores("variance")
-    with pytest.raises(ValueError, match="labels must be 10 integers"):
+    with pytest.raises(ValueError, match="labels must be a tensor of 10 int64 or int32, got int64 of shape"):
         learned.proposed_labels(torch.zeros(9, dtype=torch.int64))
     with pytest.raises(ValueError, match="count must be in"):
         learned.suspects(11)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_hard_sample_that_the_network_gets_right_is_never_flagged(layout: Any, variant: Any) -> None:
+    """In `paper` u grows by the cross-entropy alone, to 1."""
+    sop = SOP(3, 10, variant=variant, layout=layout)
+    z = torch.zeros(3, 10)
+    z[:, 4] = 1.5
+    for _ in range(400):
+        sop(z, torch.full((3,), 4), torch.arange(3))
+    if variant == "paper":
+        assert float(sop.table.u.abs().min()) == 1
+    assert not sop.flags().any()
+    assert sop.noise_rate() == 0
+    assert sop.proposed_labels(torch.full((3,), 4)).tolist() == [4, 4, 4]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_corrected_label_is_not_held_against_itself(layout: Any) -> None:
+    sop, one = SOP(1, 8, layout=layout), torch.tensor([0])
+    z = torch.zeros(1, 8)
+    z[0, 3] = 4
+    for label in [0] * 8 + [3] * 8:  # the network says 3 all along; the label is corrected half way
+        sop(z, torch.tensor([label]), one)
+    assert not sop.flags(torch.tensor([3])).any()
+    assert sop.noise_rate(torch.tensor([3])) == 0
+    assert sop.proposed_labels(torch.tensor([3])).tolist() == [3]
+    z[0, 5] = 8
+    for _ in range(8):
+        sop(z, torch.tensor([3]), one)
+    assert sop.proposed_labels(torch.tensor([3])).tolist() == [5]
 
 
 def test_noise_rate_before_the_first_visit_is_nan() -> None:

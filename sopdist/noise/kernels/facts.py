@@ -19,7 +19,7 @@ class Facts(NamedTuple):
 
 
 class LossResult(NamedTuple):
-    """One pass over the logits: the loss of each sample (B,), and dloss/dlogits = gradient (B, K) x scale (B, 1)."""
+    """One pass over the logits: the loss of each sample (B,), and dloss/dlogits = gradient (B, K) x scale (B,)."""
 
     losses: Tensor
     gradient: Tensor

@@ -118,7 +118,7 @@ INLINE float row_sum(const float *z, int64_t count) {
     return sum_lanes(sum);
 }
 
-/* Where the value is first found; it is there. */
+/* Where the value is first found; it is there, because it is the maximum of a row without NaN. */
 INLINE int64_t first_equal(const float *z, float value, int64_t count) {
     int64_t k = 0;
     for (int found = 0; k + 64 <= count; k += 64) {
@@ -140,13 +140,13 @@ INLINE float row_exp(float *e, const float *z, float top, int64_t count) {
     return sum_lanes(sum);
 }
 
-/* p <- p * factor; then S = sum of max(p - square, eps), and the sum of p where p - square > eps. */
-INLINE void clipped_sums(float *p, float factor, const float *square, float eps, int64_t count, float *total,
+/* p <- p * factor; then S = sum of max(p - minus_s, eps), and the sum of p where p - minus_s > eps. */
+INLINE void clipped_sums(float *p, float factor, const float *minus_s, float eps, int64_t count, float *total,
                                 float *live) {
     Vec clipped = all(0.0f), open = all(0.0f);
     for (int64_t k = 0; k < count; k += LANES) {
         Vec x = load(p + k, count - k, 0.0f) * factor;
-        Vec w = x - load(square + k, count - k, 0.0f);
+        Vec w = x - load(minus_s + k, count - k, 0.0f);
         Mask above = w > all(eps);
         store(p + k, count - k, x);
         clipped += choose(above, w, all(eps));
@@ -158,28 +158,28 @@ INLINE void clipped_sums(float *p, float factor, const float *square, float eps,
     *live = sum_lanes(open);
 }
 
-/* p <- p ([p - square > eps] - mean) */
-INLINE void row_gradient(float *p, const float *square, float eps, float mean, int64_t count) {
+/* p <- p ([p - minus_s > eps] - mean) */
+INLINE void row_gradient(float *p, const float *minus_s, float eps, float mean, int64_t count) {
     for (int64_t k = 0; k < count; k += LANES) {
         Vec x = load(p + k, count - k, 0.0f);
-        Mask above = x - load(square + k, count - k, 0.0f) > all(eps);
+        Mask above = x - load(minus_s + k, count - k, 0.0f) > all(eps);
         store(p + k, count - k, x * (choose(above, all(1.0f), all(0.0f)) - mean));
     }
 }
 
-/* One sample. `square` (K) is scratch: v^2 of each class, and -u^2 at the label, so that w = p - square everywhere. With
+/* One sample. `minus_s` (K) is scratch: v^2 of each class, and -u^2 at the label, so that w = p - minus_s everywhere. With
  * slots it is 0 on entry and on return. `p` is the gradient's row, which holds the probabilities until the last step. */
 FOR_EVERY_CPU static void loss_of_sample(const float *z, int64_t y, int64_t row, Block block, int keep, float eps, int reclip,
-                                         int64_t K, float *square, float *p, float *loss, float *scale, int64_t *predicted,
+                                         int64_t K, float *minus_s, float *p, float *loss, float *scale, int64_t *predicted,
                                          float *cross_entropy, float *margin, float *pull) {
-    if (!keep || !(fabsf(row_sum(z, K)) < INFINITY)) { /* one NaN or infinity makes the sum one */
+    float top = row_max(z, K);
+    if (!keep || !(fabsf(row_sum(z, K)) < INFINITY && top - z[y] < INFINITY)) { /* one NaN makes the sum one */
         memset(p, 0, sizeof(float) * (size_t)K);
         *loss = *scale = *cross_entropy = *margin = *pull = 0.0f;
         *predicted = DROPPED;
         return;
     }
     /* 1. The prediction (the lowest class on ties), and the strongest rival of the label. */
-    float top = row_max(z, K);
     int64_t best = first_equal(z, top, K);
     float rival = best != y ? top : fmaxf(row_max(z, y), row_max(z + y + 1, K - y - 1));
 
@@ -189,18 +189,18 @@ FOR_EVERY_CPU static void loss_of_sample(const float *z, int64_t y, int64_t row,
     float u = block.u[row], w_y = p_y + at_most_1(u * u);
     if (block.classes == NULL) {
         const float *v = block.v + row * K;
-        for (int64_t k = 0; k < K; k++) square[k] = at_most_1(v[k] * v[k]);
+        for (int64_t k = 0; k < K; k++) minus_s[k] = at_most_1(v[k] * v[k]);
     } else {
         for (int64_t j = row * block.slots; j < (row + 1) * block.slots; j++) {
             int32_t k = class_at(block.classes, block.class_bytes, j);
-            if (k != FREE) square[k] = at_most_1(block.v[j] * block.v[j]);
+            if (k != FREE) minus_s[k] = at_most_1(block.v[j] * block.v[j]);
         }
     }
-    square[y] = -at_most_1(u * u);
+    minus_s[y] = -at_most_1(u * u);
 
     /* 3. S dloss/dz_k = p_k ([w_k > eps] - mean) - [k = y, w_y > eps] S p_y/c_y */
     float total, live;
-    clipped_sums(p, inverse, square, eps, K, &total, &live);
+    clipped_sums(p, inverse, minus_s, eps, K, &total, &live);
     float c_y = w_y > eps ? w_y : eps;
     int live_y = w_y > eps;
     float own = live_y ? total / c_y * p_y : 0.0f, mean = live - own;
@@ -215,15 +215,15 @@ FOR_EVERY_CPU static void loss_of_sample(const float *z, int64_t y, int64_t row,
         *pull = 0.0f;
         memset(p, 0, sizeof(float) * (size_t)K);
     } else {
-        row_gradient(p, square, eps, mean, K);
+        row_gradient(p, minus_s, eps, mean, K);
         p[y] -= own;
     }
     if (block.classes != NULL) {
         for (int64_t j = row * block.slots; j < (row + 1) * block.slots; j++) {
             int32_t k = class_at(block.classes, block.class_bytes, j);
-            if (k != FREE) square[k] = 0.0f;
+            if (k != FREE) minus_s[k] = 0.0f;
         }
-        square[y] = 0.0f;
+        minus_s[y] = 0.0f;
     }
 }
 
@@ -247,7 +247,7 @@ typedef struct {
     float v, u;
 } Step;
 
-/* Paper: project onto [-1, 1]. Official: an entry whose square is past 1 gets no gradient. */
+/* Paper: project onto [-1, 1]. Official: an entry whose minus_s is past 1 gets no gradient. */
 INLINE float euler(float x, float q, float new, int rule) {
     if (rule == PAPER) return new < -1.0f ? -1.0f : new > 1.0f ? 1.0f : new;
     return q > 1.0f ? x : new;
@@ -316,11 +316,11 @@ static float initial_v(uint64_t seed, uint64_t sample, uint32_t class_, float st
     return (radius * (negative ? -turn : turn)) * std;
 }
 
-/* All classes but the predicted one and the label shrink. An entry whose square is too small to show beside 1 keeps its
+/* All classes but the predicted one and the label shrink. An entry whose minus_s is too small to show beside 1 keeps its
  * bits, as it would after the arithmetic; nearly all are such, so whole blocks of them are passed over. */
 FOR_EVERY_CPU static void shrink_row(float *v, int64_t K, int64_t predicted, int64_t label, Step step) {
     float kept_label = v[label], kept_predicted = v[predicted];
-    float unseen = step.v > 0.0f ? sqrtf(0x1p-26f / step.v) : INFINITY;
+    float unseen = step.v > 0.0f ? fminf(sqrtf(0x1p-26f / step.v), 1.0f) : 1.0f; /* past 1 an entry is projected */
     for (int64_t k = 0; k < K; k += 4 * LANES) {
         int64_t end = k + 4 * LANES < K ? k + 4 * LANES : K;
         Mask seen = {0};

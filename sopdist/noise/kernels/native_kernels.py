@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.util
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,11 +32,6 @@ class _Table(ctypes.Structure):
     )
 
 
-def is_built() -> bool:
-    """Whether the C file was compiled when the package was installed."""
-    return importlib.util.find_spec("sopdist.noise.kernels._native") is not None
-
-
 @functools.cache
 def _library() -> ctypes.CDLL:
     spec = importlib.util.find_spec("sopdist.noise.kernels._native")
@@ -49,8 +45,26 @@ def _library() -> ctypes.CDLL:
     return library
 
 
+def is_built() -> bool:
+    """Whether the C file was compiled when the package was installed, and can be loaded here."""
+    try:
+        _library()
+    except (RuntimeError, OSError):
+        return False
+    return True
+
+
 def _threads(elements: int) -> int:
     return max(1, min(torch.get_num_threads(), elements // _ELEMENTS_A_THREAD))
+
+
+def _floats(*columns: Tensor) -> tuple[Tensor, ...]:
+    """The columns, whose addresses C takes on trust."""
+    for column in columns:
+        if column.dtype != torch.float32 or column.device.type != "cpu" or not column.is_contiguous():
+            found = f"{column.dtype} on {column.device}"
+            raise TypeError(f"the noise table must be contiguous float32 on the CPU, found {found}: was it cast?")
+    return columns
 
 
 def _pointer(tensor: Tensor | None) -> int | None:
@@ -66,11 +80,12 @@ def fused_loss(
     keep = None if keep is None else keep.contiguous()
     batch, classes = z.shape
     threads = _threads(z.numel())
-    scratch, gradient = torch.zeros(threads, classes), torch.empty(batch, classes)
-    losses, scale, cross_entropy, margin, pull = torch.empty(5, batch).unbind()
-    predicted = torch.empty(batch, dtype=torch.int64)
+    floats: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
+    scratch, gradient = torch.zeros(threads, classes, **floats), torch.empty(batch, classes, **floats)
+    losses, scale, cross_entropy, margin, pull = (torch.empty(batch, **floats) for _ in range(5))
+    predicted = torch.empty(batch, dtype=torch.int64, device="cpu")
     slots, class_bytes = (0, 0) if block.classes is None else (block.classes.shape[1], block.classes.itemsize)
-    tensors = (z, labels, index, keep, block.u, block.v, block.classes)
+    tensors = (z, labels, index, keep, *_floats(block.u, block.v), block.classes)
     results = (scratch, losses, gradient, scale, predicted, cross_entropy, margin, pull)
     _library().sopdist_loss(
         *map(_pointer, tensors), slots, class_bytes, batch, classes, eps, reclip, threads, *map(_pointer, results)
@@ -80,7 +95,8 @@ def fused_loss(
 
 def update_rows(table: NoiseTable, index: Tensor, labels: Tensor, facts: Facts, step: Step) -> None:
     """See `reference_rows.update_rows`."""
-    columns = (table.u, table.v, table.classes, table.mean_loss, table.mean_margin, table.visits)
+    u, v, mean_loss, mean_margin = _floats(table.u, table.v, table.mean_loss, table.mean_margin)
+    columns = (u, v, table.classes, mean_loss, mean_margin, table.visits)
     struct = _Table(
         *map(_pointer, (*columns, table.evictions, table.evicted)),
         table.num_classes, table.slots, 0 if table.classes is None else table.classes.itemsize,

@@ -31,7 +31,8 @@ def fused_loss(
     z_y = z.gather(1, y)[:, 0]
     z_rival, rival = z.scatter(1, y, -torch.inf).max(dim=1)
     predicted = torch.where((z_y > z_rival) | ((z_y == z_rival) & (labels < rival)), labels, rival)
-    ok = z.sum(dim=1).abs() < torch.inf  # one NaN or infinity makes the sum one
+    top = torch.maximum(z_y, z_rival)
+    ok = (z.sum(dim=1).abs() < torch.inf) & (top - z_y < torch.inf)  # one NaN or infinity makes the sum one
     if keep is not None:
         ok &= keep
 
@@ -75,5 +76,7 @@ def _dense_v(block: RowBlock, index: Tensor, num_classes: int) -> Tensor:
     if block.classes is None:
         return block.v[index]
     classes = block.classes[index].to(torch.int64)  # (B, M)
-    out = torch.zeros(len(index), num_classes + 1, device=block.v.device)  # the last column takes the free slots
+    out = torch.zeros(
+        len(index), num_classes + 1, dtype=block.v.dtype, device=block.v.device
+    )  # the last column takes the free slots
     return out.scatter(1, classes.where(classes >= 0, num_classes), block.v[index])[:, :num_classes]

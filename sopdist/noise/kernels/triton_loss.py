@@ -19,7 +19,7 @@ _DROPPED = tl.constexpr(DROPPED)
 
 @triton.jit
 def _squares(v_ptr, class_ptr, row, cols, mask, K, M: tl.constexpr, SLOTS: tl.constexpr):
-    """min(v^2, 1) of the columns of one row; slots leave out what never moved (see `reference._minus_v_squared`)."""
+    """min(v^2, 1) of the columns of one row; slots leave out what never moved (see `reference_loss._dense_v`)."""
     if SLOTS:
         q = tl.zeros_like(cols).to(tl.float32)
         for slot in tl.static_range(M):
@@ -94,7 +94,7 @@ def loss_kernel(
         denominator = denominator * tl.exp(top - new_top) + tl.sum(tl.exp(z - new_top), axis=0)
         top = new_top
         sum_z += tl.sum(tl.where(cols < K, z, 0.0), axis=0)
-    finite = tl.abs(sum_z) < float("inf")  # one NaN or infinity makes the sum one
+    finite = (tl.abs(sum_z) < float("inf")) & (top - z_y < float("inf"))  # one NaN or infinity makes the sum one
     ok = finite & (tl.load(keep_ptr + i) != 0)
     predicted = tl.where((z_y > z_rival) | ((z_y == z_rival) & (y < rival)), y, rival)
 
@@ -139,9 +139,9 @@ def loss_kernel(
     tl.store(losses_ptr + i, tl.where(ok, loss, 0.0))
     tl.store(scale_ptr + i, tl.where(ok, 1.0 / total, 0.0))
     tl.store(predicted_ptr + i, tl.where(ok, predicted, _DROPPED))
-    tl.store(cross_entropy_ptr + i, (top - z_y) + tl.log(denominator))
-    tl.store(margin_ptr + i, p_y - p_rival)
-    tl.store(pull_ptr + i, pull)
+    tl.store(cross_entropy_ptr + i, tl.where(ok, (top - z_y) + tl.log(denominator), 0.0))
+    tl.store(margin_ptr + i, tl.where(ok, p_y - p_rival, 0.0))
+    tl.store(pull_ptr + i, tl.where(ok, pull, 0.0))
 
 
 def launch_shape(num_classes: int) -> tuple[int, int]:
@@ -158,17 +158,19 @@ def fused_loss(
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     labels, index = labels.contiguous(), index.contiguous()
     device = logits.device
-    losses, scale, cross_entropy, margin, pull = torch.empty(5, batch, device=device)
+    floats = {"dtype": torch.float32, "device": device}
+    losses, scale, cross_entropy, margin, pull = (torch.empty(batch, **floats) for _ in range(5))
     predicted = torch.empty(batch, dtype=torch.int64, device=device)
-    gradient = torch.empty(batch, classes, device=device)
+    gradient = torch.empty(batch, classes, **floats)
     kept = torch.ones(batch, dtype=torch.uint8, device=device) if keep is None else keep.to(torch.uint8).contiguous()
     size, warps = launch_shape(classes)
-    loss_kernel[(batch,)](
-        logits, labels, index, kept,
-        block.u, block.v, block.v if block.classes is None else block.classes,
-        losses, gradient, scale, predicted, cross_entropy, margin, pull,
-        logits.stride(0), classes, eps,
-        M=block.v.shape[1] if block.classes is not None else 1, SLOTS=block.classes is not None, RECLIP=reclip,
-        BLOCK=size, WHOLE=classes <= size, num_warps=warps, enable_fp_fusion=True,
-    )  # fmt: skip
+    with torch.cuda.device_of(logits):  # Triton launches on the current device
+        loss_kernel[(batch,)](
+            logits, labels, index, kept,
+            block.u, block.v, block.v if block.classes is None else block.classes,
+            losses, gradient, scale, predicted, cross_entropy, margin, pull,
+            logits.stride(0), classes, eps,
+            M=block.v.shape[1] if block.classes is not None else 1, SLOTS=block.classes is not None, RECLIP=reclip,
+            BLOCK=size, WHOLE=classes <= size, num_warps=warps, enable_fp_fusion=True,
+        )  # fmt: skip
     return LossResult(losses, gradient, scale, Facts(predicted, cross_entropy, margin, pull))

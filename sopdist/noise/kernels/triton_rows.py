@@ -7,6 +7,7 @@ Duplicates need no sorting and no atomics: the program of a sample whose row cam
 first one visits the row for all of them, in batch order.
 """
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -182,15 +183,16 @@ def update_rows(table: NoiseTable, index: Tensor, labels: Tensor, facts: Facts, 
     visits = [tensor.contiguous() for tensor in (index, labels, *facts)]
     scan = min(MAX_SCAN, triton.next_power_of_2(batch))
     options = {"RULE": RULES.index(step.rule), "SCAN": scan, "enable_fp_fusion": False}
-    if table.classes is None:
-        block, warps = dense_launch_shape(table.num_classes)
-        dense_rows_kernel[(batch, triton.cdiv(table.num_classes, block))](
-            table.u, table.v, table.mean_loss, table.mean_margin, table.visits,
-            *visits, batch, table.num_classes, step.v, step.u, BLOCK=block, num_warps=warps, **options,
-        )  # fmt: skip
-    else:
-        slots_rows_kernel[(batch,)](
-            table.u, table.v, table.classes, table.mean_loss, table.mean_margin, table.visits,
-            table.evictions, table.evicted, *visits, batch, table.seed, table.first, table.stride, step.v, step.u,
-            M=table.slots, BLOCK=max(2, triton.next_power_of_2(table.slots)), num_warps=1, **options,
-        )  # fmt: skip
+    with torch.cuda.device_of(table.u):  # Triton launches on the current device
+        if table.classes is None:
+            block, warps = dense_launch_shape(table.num_classes)
+            dense_rows_kernel[(batch, triton.cdiv(table.num_classes, block))](
+                table.u, table.v, table.mean_loss, table.mean_margin, table.visits,
+                *visits, batch, table.num_classes, step.v, step.u, BLOCK=block, num_warps=warps, **options,
+            )  # fmt: skip
+        else:
+            slots_rows_kernel[(batch,)](
+                table.u, table.v, table.classes, table.mean_loss, table.mean_margin, table.visits,
+                table.evictions, table.evicted, *visits, batch, table.seed, table.first, table.stride, step.v, step.u,
+                M=table.slots, BLOCK=max(2, triton.next_power_of_2(table.slots)), num_warps=1, **options,
+            )  # fmt: skip
