@@ -13,7 +13,7 @@ from ..rows import RowBlock
 from .facts import DROPPED, Facts, LossResult
 
 ONE_TILE = 4096
-_TILE = 4096
+_TILE = 2048
 _DROPPED = tl.constexpr(DROPPED)
 
 
@@ -145,9 +145,9 @@ def loss_kernel(
 
 
 def launch_shape(num_classes: int) -> tuple[int, int]:
-    """Block size and warps for this many classes: at most 8 logits a thread stay in registers."""
+    """Block size and warps: 8 logits a thread, 4 from 2,048 classes on, so that nothing spills."""
     block = max(128, triton.next_power_of_2(num_classes)) if num_classes <= ONE_TILE else _TILE
-    return block, min(16, max(1, block // 256))
+    return block, max(1, block // (128 if block > 1024 else 256))
 
 
 def fused_loss(
