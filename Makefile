@@ -15,8 +15,8 @@ help: ## list the targets
 env: $(READY) ## create .venv with the exact versions of requirements.lock
 
 $(READY): pyproject.toml requirements.lock sopdist/noise/kernels/native.c
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
-		|| { echo "sopdist needs Python 3.10 or newer; name one with PYTHON=..., found: $$($(PYTHON) --version)"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "The locked versions need Python 3.11 or newer; name one with make PYTHON=..., found: $$($(PYTHON) --version)"; exit 1; }
 	@echo "Setting up $(VENV) (a few minutes the first time: torch, DeepSpeed, DALI, ...)"
 	@$(PYTHON) -m venv $(VENV) || { echo "python's venv module is missing; on Debian: apt-get install python3-venv"; exit 1; }
 	@$(PIP) -c requirements.lock pip setuptools wheel ninja packaging numpy
@@ -30,7 +30,7 @@ $(READY): pyproject.toml requirements.lock sopdist/noise/kernels/native.c
 		"No C compiler was found: CPU kernels are missing, the slower reference is used. On Debian: apt-get install gcc")'
 	@touch $@
 
-demo: $(READY) ## train on 40% wrong labels with and without SOP, and name the wrong ones
+demo: $(READY) ## train with 40% of the labels redrawn, with and without SOP, and name the wrong ones
 	@$(BIN)/sopdist demo
 
 test: $(READY) lint ## every check that fits in a few minutes

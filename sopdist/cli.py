@@ -44,7 +44,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"sopdist {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    _add(commands, demo, "demo", "train on 40% wrong labels with and without SOP, and name the wrong ones")
+    _add(commands, demo, "demo", "train with 40% of the labels redrawn, with and without SOP, and name the wrong ones")
     bench = commands.add_parser("bench", help="measure sopdist against its peers, in one run")
     benches = bench.add_subparsers(required=True, metavar="WHAT")
     _add(benches, bench_table, "table", "cost and bytes of the noise table against N and K")

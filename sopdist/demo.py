@@ -49,6 +49,7 @@ def run(args: argparse.Namespace) -> int:
     if not 0 <= args.noise <= 1 or args.epochs < 1:
         print("sopdist demo: --noise must be in [0, 1] and --epochs at least 1", file=sys.stderr)
         return 2
+    torch.set_num_threads(1)  # so small a network is no faster with more, and much slower on a busy machine
     data = load_digits_with_noise(args.noise, args.seed)
     wrong = data.given != data.true
     print(

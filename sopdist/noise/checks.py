@@ -8,7 +8,7 @@ from torch import Tensor
 from .rows import NoiseTable
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_INTEGERS = (torch.int64, torch.int32)
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def check_batch(
@@ -33,11 +33,11 @@ def check_batch(
         raise ValueError(f"logits have {classes} classes, but this SOP was made with num_classes={table.num_classes}")
     for name, tensor in (("labels", labels), ("index", index)):
         if tensor.dtype not in _INTEGERS:
-            raise TypeError(f"{name} must be int64 or int32, got {_describe(tensor)}")
+            raise TypeError(f"{name} must be integers, got {_describe(tensor)}")
         if tensor.shape != (batch,):
             raise ValueError(f"{name} must have the shape ({batch},) of the batch, got {_describe(tensor)}")
-    if weight is not None and (weight.shape != (batch,) or not weight.is_floating_point()):
-        raise ValueError(f"weight must be floats of the shape ({batch},) of the batch, got {_describe(weight)}")
+    if weight is not None and (weight.shape != (batch,) or weight.dtype not in (*_FLOATS, torch.bool)):
+        raise ValueError(f"weight must be floats or a mask of the shape ({batch},), got {_describe(weight)}")
     if logits2 is not None and (logits2.shape != logits.shape or logits2.dtype not in _FLOATS):
         raise ValueError(
             f"logits2 must be floats of the shape {tuple(logits.shape)} of logits, got {_describe(logits2)}"
@@ -65,14 +65,17 @@ def check_values(labels: Tensor, index: Tensor, table: NoiseTable) -> None:
         low, high = torch.aminmax(tensor)
         if int(low) < 0 or int(high) >= size:
             at = int(((tensor < 0) | (tensor >= size)).nonzero()[0, 0])
-            raise IndexError(f"{name}[{at}] = {int(tensor[at])} is outside [0, {of} = {size})")
+            hint = "; weight=0 leaves a sample out" if name == "labels" else ""
+            raise IndexError(f"{name}[{at}] = {int(tensor[at])} is outside [0, {of} = {size}){hint}")
 
 
 def check_labels(labels: Tensor, table: NoiseTable) -> None:
     """Raise unless these are the labels of all samples."""
     if not isinstance(labels, Tensor) or labels.dtype not in _INTEGERS or labels.shape != (table.num_samples,):
         got = _describe(labels) if isinstance(labels, Tensor) else type(labels).__name__
-        raise ValueError(f"labels must be a tensor of {table.num_samples} int64 or int32, got {got}")
+        raise ValueError(
+            f"labels must be a tensor with the labels of all {table.num_samples} samples, in index order, got {got}"
+        )
     if int(labels.min()) < 0 or int(labels.max()) >= table.num_classes:
         raise IndexError(f"labels hold {int(labels.min())} to {int(labels.max())}, outside [0, {table.num_classes})")
 

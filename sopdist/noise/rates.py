@@ -137,6 +137,7 @@ class Forecast:
 
     visits: float
     epochs: float
+    rates: Rates
 
     @property
     def activates(self) -> bool:
@@ -146,11 +147,15 @@ class Forecast:
     def __str__(self) -> str:
         visits = "never" if math.isinf(self.visits) else f"after about {self.visits:,.4g} visits"
         plan = f"{self.epochs:g} epochs of one visit each are planned"
+        if isinstance(self.rates, Paper):
+            visits += f" at the current tau = {self.rates.tau:g}"
         if self.activates:
             return f"a steadily contradicted label is explained away {visits}; {plan}"
+        flow = isinstance(self.rates, Flow)
+        advice = "Lower `visits`, or train longer." if flow else "Raise the rates, or use variant='flow'."
         return (
             f"the noise table cannot act: a steadily contradicted label is explained away {visits}, but {plan}. "
-            "Training will behave like plain cross-entropy. Raise the rates, or use variant='flow' with visits=4."
+            f"Training will behave like plain cross-entropy. {advice}"
         )
 
 

@@ -59,7 +59,7 @@ def choose_layout(num_samples: int, num_classes: int, slots: int = DEFAULT_SLOTS
 
     It depends on the whole data set, not on one rank's slice, so that every world size gets the same table.
     """
-    dense, sparse = (row_bytes(layout, num_classes, slots) for layout in saved.LAYOUTS)
+    dense, sparse = (row_bytes(layout, num_classes, min(slots, num_classes)) for layout in saved.LAYOUTS)
     return "dense" if dense <= sparse or num_samples * dense <= AUTO_DENSE_BYTES else "slots"
 
 
@@ -132,7 +132,9 @@ class NoiseTable(nn.Module):
     def extra_repr(self) -> str:
         """One line for `print(model)`."""
         kept = f", slots={self.slots}" if self.layout == "slots" else ""
-        return f"{self.num_samples} samples, {self.num_classes} classes, {self.layout}{kept}, {self.nbytes:,} bytes"
+        visited = "" if self.u.is_meta else f"{int((self.visits > 0).sum()):,} of "
+        size = f"{self.nbytes:,} bytes"
+        return f"{visited}{self.num_samples:,} samples visited, {self.num_classes} classes, {self.layout}{kept}, {size}"
 
     @property
     def nbytes(self) -> int:

@@ -67,7 +67,9 @@ def _check(table: NoiseTable, found: Mapping[str, Tensor]) -> Layout:
         raise ValueError("its description is damaged")
     here = dict(zip(_META, describe(table).tolist(), strict=True))
     keys = ("num_samples", "num_classes", "seed", "first", "stride")
-    differs = [f"{key} is {saved[key]} there and {here[key]} here" for key in keys if saved[key] != here[key]]
+    differs = [
+        f"{key} is {saved[key]} in the saved table and {here[key]} here" for key in keys if saved[key] != here[key]
+    ]
     if differs:
         raise ValueError("; ".join(differs))
 

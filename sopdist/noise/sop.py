@@ -93,6 +93,14 @@ class SOP(nn.Module):
         given = {"visits": visits, "alpha_u": alpha_u, "alpha_v": alpha_v, "tau": tau}
         given |= {"lr_u": lr_u, "lr_v": lr_v, "batch_size": batch_size}
         self.rates = _make_rates(variant, {name: value for name, value in given.items() if value is not None})
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            ranks = torch.distributed.get_world_size()
+            if ranks > 1:
+                warnings.warn(
+                    f"each of the {ranks} ranks has a table of its own: a label is explained away only if its sample is"
+                    " seen by the same rank in every epoch",
+                    stacklevel=2,
+                )
         self.table = NoiseTable(num_samples, num_classes, layout=layout, slots=slots, seed=seed, device=device)
 
         self.eps = max(SMALLEST_EPS, min(1e-4, 0.1 / num_classes)) if eps is None else eps
@@ -107,6 +115,7 @@ class SOP(nn.Module):
             raise ValueError("consistency and balance are terms of a whole batch: they need reduction='mean' or 'sum'")
         self.consistency, self.balance = consistency, balance
         self.reduction, self.validate = reduction, validate
+        self._warned = False
         self.register_buffer("prior", check_prior(prior, balance, num_classes, device), persistent=False)
         if epochs is not None:
             self._forecast(epochs, stacklevel=3)
@@ -147,7 +156,7 @@ class SOP(nn.Module):
     def extra_repr(self) -> str:
         """One line for `print(sop)`."""
         plus = f", consistency={self.consistency}, balance={self.balance}" if self.consistency or self.balance else ""
-        return f"{self.rates}, eps={self.eps:g}{plus}"
+        return f"{self.rates}, eps={self.eps:g}{plus}, skipped {sum(self.skipped.tolist())} samples"
 
     # -- the loss ------------------------------------------------------------------------------------------------------
 
@@ -160,7 +169,7 @@ class SOP(nn.Module):
         logits2: Tensor | None = None,
         weight: Tensor | None = None,
     ) -> Tensor:
-        """The loss of a batch; in training mode its samples' rows are updated.
+        """The loss of a batch; its samples' rows are updated, unless in `sop.eval()` or under `torch.no_grad()`.
 
         All samples of a batch read the table as it was before the batch. An index that comes twice counts as two
         visits, in batch order. A sample with weight 0, or whose logits are not all finite, counts in nothing: its row
@@ -171,7 +180,7 @@ class SOP(nn.Module):
             labels: (B,) integers in [0, K).
             index: (B,) integers in [0, N): each sample's number, the same in every epoch.
             logits2: (B, K) of a second, strongly augmented view, for `consistency`.
-            weight: (B,) weights >= 0 of the samples in the mean.
+            weight: (B,) weights >= 0 of the samples in the mean, or a mask.
         """
         if torch.compiler.is_compiling():  # torch.compile must not trace updates of the table: break the graph here
             loss: Tensor = torch.compiler.disable(self._loss)(logits, labels, index, logits2, weight)
@@ -186,6 +195,7 @@ class SOP(nn.Module):
             empty = logits.to(torch.promote_types(logits.dtype, torch.float32)).sum(1)
             return empty if self.reduction == "none" else empty.sum()
         labels, index = labels.to(torch.int64), index.to(torch.int64)
+        weight = weight.to(torch.float32) if weight is not None and weight.dtype == torch.bool else weight
         wanted = self._wanted(labels, index, weight)
         keep = wanted
         if wanted is not None and not self.validate:
@@ -202,7 +212,7 @@ class SOP(nn.Module):
         facts = Facts(*columns)
         counts = facts.predicted != DROPPED
         number = counts.sum()
-        if self.training:
+        if self.training and torch.is_grad_enabled():
             kernels.update_rows(self.table, index, labels, facts, step)
             self._count_skipped(len(index), number, wanted)
         if weight is not None:
@@ -242,9 +252,17 @@ class SOP(nn.Module):
         if wanted is None:
             if number.device.type != "cpu" or int(number) != batch:  # spares the common case on a CPU three calls
                 self.table.skipped[1] += batch - number
+                self._warn_of_skipped(batch - int(number) if number.device.type == "cpu" else 0, batch)
         else:
             asked = wanted.sum()
             self.table.skipped += torch.stack((batch - asked, asked - number))
+
+    def _warn_of_skipped(self, skipped: int, batch: int) -> None:
+        """Once: a network that has diverged must not look like one that has converged. On a GPU `skipped` tells."""
+        if skipped and not self._warned:
+            self._warned = True
+            message = f"{skipped} of {batch} samples of a batch have logits that are not finite"
+            warnings.warn(f"{message}: they are left out of the loss, and `sop.skipped` counts them", stacklevel=5)
 
     # -- reading the result --------------------------------------------------------------------------------------------
 
@@ -260,10 +278,14 @@ class SOP(nn.Module):
         return scores.where(self.table.visits > 0, -torch.inf)
 
     def suspects(self, count: int) -> Tensor:
-        """Numbers of the `count` samples whose labels are most likely wrong, the most suspicious first."""
+        """Numbers of the `count` samples whose labels are most likely wrong, the most suspicious first.
+
+        Only samples that were visited: fewer than `count` if there are fewer.
+        """
         if not 0 <= count <= self.num_samples:
             raise ValueError(f"count must be in [0, num_samples = {self.num_samples}], got {count!r}")
-        return self.noise_scores().sort(descending=True, stable=True).indices[:count]
+        visited = int((self.table.visits > 0).sum())
+        return self.noise_scores().sort(descending=True, stable=True).indices[: min(count, visited)]
 
     def flags(self, labels: Tensor | None = None) -> Tensor:
         """(N,) bool: the table has explained this label away in favour of some class k: v_k^2 > 1 - u^2.
@@ -274,7 +296,7 @@ class SOP(nn.Module):
         return self._explained_away(labels)[0]
 
     def proposed_labels(self, labels: Tensor) -> Tensor:
-        """The given labels (N,), with each flagged one replaced by the class of its largest v^2.
+        """The given labels of all samples (N,), with each flagged one replaced by the class of its largest v^2.
 
         A proposal for a person to look at: where little is wrong to begin with, taking all of it makes labels worse.
         """
@@ -314,7 +336,9 @@ class SOP(nn.Module):
         return self._forecast(epochs, stacklevel=3)
 
     def _forecast(self, epochs: float, stacklevel: int) -> Forecast:
-        forecast = Forecast(self.rates.visits_to_activate(), epochs)
+        if not epochs > 0:
+            raise ValueError(f"epochs must be a number > 0, got {epochs!r}")
+        forecast = Forecast(self.rates.visits_to_activate(), epochs, self.rates)
         if not forecast.activates:
             warnings.warn(str(forecast), InactiveTableWarning, stacklevel=stacklevel)
         return forecast

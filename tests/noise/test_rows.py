@@ -133,11 +133,14 @@ def test_more_slots_change_nothing_and_fewer_keep_the_largest_and_count_the_rest
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"num_samples": N + 1}, "num_samples is 30 there and 31 here"),
-        ({"num_classes": K + 1}, "num_classes is 12 there and 13 here"),
-        ({"seed": 5}, "seed is 4 there and 5 here"),
-        ({"stride": 2}, "stride is 1 there and 2 here"),
-        ({"num_samples": 7, "seed": 1}, "num_samples is 30 there and 7 here; seed is 4 there and 1 here"),
+        ({"num_samples": N + 1}, "num_samples is 30 in the saved table and 31 here"),
+        ({"num_classes": K + 1}, "num_classes is 12 in the saved table and 13 here"),
+        ({"seed": 5}, "seed is 4 in the saved table and 5 here"),
+        ({"stride": 2}, "stride is 1 in the saved table and 2 here"),
+        (
+            {"num_samples": 7, "seed": 1},
+            "num_samples is 30 in the saved table and 7 here; seed is 4 in the saved table and 1 here",
+        ),
     ],
 )
 @pytest.mark.parametrize("layout", ["dense", "slots"])

@@ -63,11 +63,21 @@ def test_all_samples_of_a_batch_read_the_table_as_it_was_before(variant: Any) ->
     assert int(sop.table.visits[0]) == 12
 
 
-def test_in_eval_mode_nothing_is_learned() -> None:
-    sop = SOP(20, 5).eval()
+def test_in_eval_mode_and_without_gradients_nothing_is_learned() -> None:
+    sop = SOP(20, 5)
     before = snapshot(sop)
-    sop(*batch(8, 5, 20))
+    with torch.no_grad():
+        sop(*batch(8, 5, 20))
+    sop.eval()(*batch(8, 5, 20))
     assert same(before, snapshot(sop))
+
+
+def test_print_tells_how_much_was_seen() -> None:
+    sop = SOP(20, 5)
+    sop(*batch(8, 5, 20))
+    assert "8 of 20 samples visited" in repr(sop)
+    assert "Flow(visits=4.0)" in repr(sop)
+    assert sop.suspects(20).shape == (8,)  # samples that were never seen are no suspects
 
 
 def test_a_compiled_training_step_learns_what_an_eager_one_does() -> None:
@@ -146,6 +156,19 @@ def test_an_empty_batch_changes_nothing_and_has_loss_0(reduction: Any) -> None:
     assert same(before, snapshot(sop))
 
 
+def test_the_first_sample_that_is_not_finite_is_told_and_a_mask_is_a_weight() -> None:
+    z, labels, index = batch(6, 5, 20)
+    z[2] = float("nan")
+    sop = SOP(20, 5)
+    with pytest.warns(UserWarning, match="1 of 6 samples of a batch have logits that are not finite"):
+        first = sop(z, labels, index)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sop(z, labels, index)
+        masked = SOP(20, 5)(z, labels.to(torch.uint8), index.to(torch.int32), weight=torch.arange(6) != 2)
+    assert float(first) == float(masked)
+
+
 def test_without_validation_samples_out_of_range_are_dropped_and_counted() -> None:
     sop = SOP(20, 5, validate=False)
     z, labels, index = batch(6, 5, 20)
@@ -168,8 +191,8 @@ GOOD = batch(4, 5, 20)
         ({"index": torch.tensor([0, -1, 2, 3])}, IndexError, r"index\[1\] = -1"),
         ({"labels": torch.tensor([0, 5, 2, 3])}, IndexError, r"labels\[1\] = 5 is outside \[0, num_classes = 5\)"),
         ({"labels": torch.tensor([0, 1, 2, -1])}, IndexError, r"labels\[3\] = -1"),
-        ({"labels": torch.tensor([0.0, 1, 2, 3])}, TypeError, "labels must be int64 or int32, got float32"),
-        ({"index": torch.tensor([True, False, True, True])}, TypeError, "index must be int64 or int32, got bool"),
+        ({"labels": torch.tensor([0.0, 1, 2, 3])}, TypeError, "labels must be integers, got float32"),
+        ({"index": torch.tensor([True, False, True, True])}, TypeError, "index must be integers, got bool"),
         ({"index": torch.tensor([0, 1, 2])}, ValueError, r"index must have the shape \(4,\)"),
         ({"labels": torch.zeros(4, 1, dtype=torch.int64)}, ValueError, r"labels must have the shape \(4,\)"),
         ({"logits": torch.zeros(4, 6)}, ValueError, "logits have 6 classes, .* num_classes=5"),
@@ -177,8 +200,8 @@ GOOD = batch(4, 5, 20)
         ({"logits": torch.zeros(4, 5, dtype=torch.int64)}, ValueError, "got int64"),
         ({"logits": torch.zeros(4, 5, device="meta")}, ValueError, "logits are on meta, .* is on cpu: call sop.to"),
         ({"index": torch.zeros(4, dtype=torch.int64, device="meta")}, ValueError, "index is on meta"),
-        ({"weight": torch.ones(3)}, ValueError, r"weight must be floats of the shape \(4,\)"),
-        ({"weight": torch.ones(4, dtype=torch.int64)}, ValueError, "weight must be floats"),
+        ({"weight": torch.ones(3)}, ValueError, r"weight must be floats or a mask of the shape \(4,\)"),
+        ({"weight": torch.ones(4, dtype=torch.int64)}, ValueError, "weight must be floats or a mask"),
         ({"weight": torch.tensor([1.0, -1, 1, 1])}, ValueError, r"weight\[1\] = -1.0 is not a finite number >= 0"),
         ({"weight": torch.tensor([1.0, 1, float("nan"), 1])}, ValueError, r"weight\[2\] = nan"),
         ({"logits2": torch.zeros(4, 5)}, ValueError, "logits2 has no effect with consistency=0"),
@@ -388,7 +411,7 @@ def test_wrong_labels_are_ranked_flagged_and_relabelled(learned: SOP) -> None:
 def test_reading_with_bad_arguments_says_so(learned: SOP) -> None:
     with pytest.raises(ValueError, match="kind must be"):
         learned.noise_scores("variance")
-    with pytest.raises(ValueError, match="labels must be a tensor of 10 int64 or int32, got int64 of shape"):
+    with pytest.raises(ValueError, match="the labels of all 10 samples, in index order, got int64 of shape"):
         learned.proposed_labels(torch.zeros(9, dtype=torch.int64))
     with pytest.raises(ValueError, match="count must be in"):
         learned.suspects(11)
@@ -442,9 +465,15 @@ def test_a_clear_conscience_is_restored_when_the_network_changes_its_mind(learne
 
 
 def test_the_papers_clothing1m_setting_warns_that_the_table_never_acts() -> None:
-    with pytest.warns(InactiveTableWarning, match=r"after about 2,312 visits, but 10 epochs"):
+    with pytest.warns(
+        InactiveTableWarning, match=r"after about 2,312 visits at the current tau = 0.002, but 10 epochs"
+    ):
         SOP(1000, 14, variant="paper", alpha_u=0.1, alpha_v=1, tau=0.002, epochs=10)
-    with pytest.warns(InactiveTableWarning, match="never"):
+    with pytest.warns(InactiveTableWarning, match="Lower `visits`, or train longer"):
+        SOP(1000, 14).forecast(2)
+    with pytest.raises(ValueError, match="epochs must be a number > 0"):
+        SOP(1000, 14, epochs=0)
+    with pytest.warns(InactiveTableWarning, match=r"never at the current tau = 0.02"):
         SOP(1000, 14, variant="paper", alpha_v=0.0).forecast(10)
 
 
