@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -37,7 +38,7 @@ def test_the_five_line_example_runs_as_printed_and_finds_wrong_labels() -> None:
     torch.manual_seed(0)
     dataset = Clusters()
     model = nn.Sequential(nn.Linear(20, 128), nn.ReLU(), nn.Linear(128, 10))
-    names = {
+    names: dict[str, Any] = {
         "dataset": dataset,
         "all_labels": dataset.labels,
         "epochs": 12,

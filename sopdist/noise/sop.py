@@ -262,7 +262,7 @@ class SOP(nn.Module):
         if skipped and not self._warned:
             self._warned = True
             message = f"{skipped} of {batch} samples of a batch have logits that are not finite"
-            warnings.warn(f"{message}: they are left out of the loss, and `sop.skipped` counts them", stacklevel=5)
+            warnings.warn(f"{message}: they are left out of the loss, and `sop.skipped` counts them", stacklevel=7)
 
     # -- reading the result --------------------------------------------------------------------------------------------
 
