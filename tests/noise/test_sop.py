@@ -304,6 +304,22 @@ def test_a_table_that_something_else_has_cast_is_refused_before_c_sees_it() -> N
         sop(*batch(6, 5, 20))
 
 
+def make_in_a_group(rank: int, ranks: int, store: str) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        SOP(20, 5)
+    told = [str(warning.message) for warning in caught if "a table of its own" in str(warning.message)]
+    assert len(told) == (1 if ranks > 1 else 0)
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_several_ranks_are_told_that_each_has_a_table_of_its_own(ranks: int, tmp_path: Any) -> None:
+    torch.multiprocessing.spawn(make_in_a_group, (ranks, str(tmp_path / "store")), ranks)
+
+
 def test_sharing_memory_reaches_the_table_and_empty_memory_is_refused() -> None:
     assert SOP(20, 5).share_memory().table.u.is_shared()
     with pytest.raises(NotImplementedError, match="make SOP where it is to live"):
