@@ -217,7 +217,7 @@ def keep_type(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     def apply(buffer: Tensor) -> Tensor:
         out = fn(buffer)
         if buffer.is_meta and not out.is_meta:
-            raise NotImplementedError("make SOP where it is to live (device=...): empty memory does not hold its start")
+            raise RuntimeError("make SOP where it is to live (device=...): empty memory does not hold its start")
         return out if out.dtype == buffer.dtype else buffer.to(out.device)
 
     return apply

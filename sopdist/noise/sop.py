@@ -26,17 +26,18 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from .checks import check_batch, check_labels, check_prior, check_values, check_weight
+from .checks import check_batch, check_prior, check_values, check_weight
 from .kernels import DROPPED, Facts, LossResult, choose_kernels
 from .plus import balance_term, consistency_term
 from .rates import VARIANTS, Forecast, InactiveTableWarning, Paper, Rates
+from .reading import Reading
 from .rows import DEFAULT_SLOTS, NoiseTable, keep_type
 
 # Below this an initial v^2 could show in p - v^2, and slots would no longer equal dense bit for bit.
 SMALLEST_EPS = 1e-6
 
 
-class SOP(nn.Module):
+class SOP(Reading, nn.Module):
     """The SOP and SOP+ loss with its noise table.
 
     Args:
@@ -119,11 +120,6 @@ class SOP(nn.Module):
         self.register_buffer("prior", check_prior(prior, balance, num_classes, device), persistent=False)
         if epochs is not None:
             self._forecast(epochs, stacklevel=3)
-
-    @property
-    def num_samples(self) -> int:
-        """N."""
-        return self.table.num_samples
 
     @property
     def num_classes(self) -> int:
@@ -263,73 +259,6 @@ class SOP(nn.Module):
             self._warned = True
             message = f"{skipped} of {batch} samples of a batch have logits that are not finite"
             warnings.warn(f"{message}: they are left out of the loss, and `sop.skipped` counts them", stacklevel=7)
-
-    # -- reading the result --------------------------------------------------------------------------------------------
-
-    def noise_scores(self, kind: Literal["loss", "margin"] = "loss") -> Tensor:
-        """How suspicious each label is, (N,) float32, higher = more likely wrong; -inf for samples never visited.
-
-        The running mean of the network's own loss (or of minus its margin) on the given label. It ranks better than s
-        itself, which saturates.
-        """
-        if kind not in ("loss", "margin"):
-            raise ValueError(f"kind must be 'loss' or 'margin', got {kind!r}")
-        scores = self.table.mean_loss if kind == "loss" else -self.table.mean_margin
-        return scores.where(self.table.visits > 0, -torch.inf)
-
-    def suspects(self, count: int) -> Tensor:
-        """Numbers of the `count` samples whose labels are most likely wrong, the most suspicious first.
-
-        Only samples that were visited: fewer than `count` if there are fewer.
-        """
-        if not 0 <= count <= self.num_samples:
-            raise ValueError(f"count must be in [0, num_samples = {self.num_samples}], got {count!r}")
-        visited = int((self.table.visits > 0).sum())
-        return self.noise_scores().sort(descending=True, stable=True).indices[: min(count, visited)]
-
-    def flags(self, labels: Tensor | None = None) -> Tensor:
-        """(N,) bool: the table has explained this label away in favour of some class k: v_k^2 > 1 - u^2.
-
-        Pass the current labels (N,) if some were changed during training: what the table learned of a class that has
-        become the label since then says nothing against it.
-        """
-        return self._explained_away(labels)[0]
-
-    def proposed_labels(self, labels: Tensor) -> Tensor:
-        """The given labels of all samples (N,), with each flagged one replaced by the class of its largest v^2.
-
-        A proposal for a person to look at: where little is wrong to begin with, taking all of it makes labels worse.
-        """
-        flagged, instead = self._explained_away(labels)
-        return torch.where(flagged, instead, labels.to(instead.device, torch.int64)).to(labels.dtype)
-
-    def noise_rate(self, labels: Tensor | None = None) -> float:
-        """Estimated share of wrong labels: flagged among visited samples; NaN before the first visit."""
-        visited = self.table.visits > 0
-        return float((self.flags(labels) & visited).sum() / visited.sum())
-
-    def _explained_away(self, labels: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Which labels are explained away, and in favour of which class, (N,) each.
-
-        An entry counts from one percent: in the variant `paper` u alone reaches 1 on hard clean samples.
-        """
-        if labels is not None:
-            check_labels(labels, self.table)
-            labels = labels.to(self.table.u.device, torch.int64)
-        square, class_ = self.table.strongest(labels)
-        return square > (1 - self.table.u.square()).clamp_min(0.01), class_
-
-    def evictions(self) -> tuple[int, float]:
-        """For slots: how many entries were evicted, and the largest v^2 given up; (0, 0.0) = dense, bit for bit.
-
-        A dense table always answers (0, 0.0), also one that was loaded from slots with evictions.
-        That v^2 bounds the error of s at every class that was not predicted again after its eviction. One that was
-        starts anew and lags behind by at most the visits it had before.
-        """
-        if self.table.evictions is None or self.table.evicted is None:
-            return 0, 0.0
-        largest = self.table.evicted.max() if len(self.table) else 0.0
-        return int(self.table.evictions.sum()), float(largest)
 
     def forecast(self, epochs: float) -> Forecast:
         """In how many visits a steadily contradicted label is explained away; warns if fewer epochs are planned."""

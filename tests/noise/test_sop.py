@@ -1,8 +1,7 @@
-"""The module as a user meets it: duplicates, dropped samples, bad input, SOP+, reading the result."""
+"""The loss as a user meets it: visits, samples that do not count, SOP+, the forecast."""
 
 from __future__ import annotations
 
-import copy
 import warnings
 from typing import Any
 
@@ -10,31 +9,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from sopdist import SOP
 from sopdist.noise import InactiveTableWarning
-
-VARIANTS = ("flow", "paper", "official")
-LAYOUTS = ("dense", "slots")
-
-
-def batch(count: int, classes: int, samples: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    z = torch.randn(count, classes, generator=generator) * 3
-    index = torch.randperm(samples, generator=generator)[:count]
-    return z, torch.randint(classes, (count,), generator=generator), index
-
-
-def snapshot(sop: SOP) -> dict[str, Tensor]:
-    return copy.deepcopy(dict(sop.state_dict()))
-
-
-def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
-# -- visits ------------------------------------------------------------------------------------------------------------
+from tests.noise.batches import LAYOUTS, VARIANTS, batch, same, snapshot
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -87,9 +65,6 @@ def test_a_compiled_training_step_learns_what_an_eager_one_does() -> None:
     for _ in range(5):
         assert float(step(z)) == float(eager(z * 2, labels, index) * 3)
     assert same(eager.state_dict(), compiled.state_dict())
-
-
-# -- samples that do not count -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -179,171 +154,6 @@ def test_without_validation_samples_out_of_range_are_dropped_and_counted() -> No
     assert int(sop.table.visits.sum()) == 2
 
 
-# -- bad input ---------------------------------------------------------------------------------------------------------
-
-GOOD = batch(4, 5, 20)
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "says"),
-    [
-        ({"index": torch.tensor([0, 1, 2, 20])}, IndexError, r"index\[3\] = 20 is outside \[0, num_samples = 20\)"),
-        ({"index": torch.tensor([0, -1, 2, 3])}, IndexError, r"index\[1\] = -1"),
-        ({"labels": torch.tensor([0, 5, 2, 3])}, IndexError, r"labels\[1\] = 5 is outside \[0, num_classes = 5\)"),
-        ({"labels": torch.tensor([0, 1, 2, -1])}, IndexError, r"labels\[3\] = -1"),
-        ({"labels": torch.tensor([0.0, 1, 2, 3])}, TypeError, "labels must be integers, got float32"),
-        ({"index": torch.tensor([True, False, True, True])}, TypeError, "index must be integers, got bool"),
-        ({"index": torch.tensor([0, 1, 2])}, ValueError, r"index must have the shape \(4,\)"),
-        ({"labels": torch.zeros(4, 1, dtype=torch.int64)}, ValueError, r"labels must have the shape \(4,\)"),
-        ({"logits": torch.zeros(4, 6)}, ValueError, "logits have 6 classes, .* num_classes=5"),
-        ({"logits": torch.zeros(20)}, ValueError, r"logits must be floats of shape \(batch, classes\)"),
-        ({"logits": torch.zeros(4, 5, dtype=torch.int64)}, ValueError, "got int64"),
-        ({"logits": torch.zeros(4, 5, device="meta")}, ValueError, "logits are on meta, .* is on cpu: call sop.to"),
-        ({"index": torch.zeros(4, dtype=torch.int64, device="meta")}, ValueError, "index is on meta"),
-        ({"weight": torch.ones(3)}, ValueError, r"weight must be floats or a mask of the shape \(4,\)"),
-        ({"weight": torch.ones(4, dtype=torch.int64)}, ValueError, "weight must be floats or a mask"),
-        ({"weight": torch.tensor([1.0, -1, 1, 1])}, ValueError, r"weight\[1\] = -1.0 is not a finite number >= 0"),
-        ({"weight": torch.tensor([1.0, 1, float("nan"), 1])}, ValueError, r"weight\[2\] = nan"),
-        ({"logits2": torch.zeros(4, 5)}, ValueError, "logits2 has no effect with consistency=0"),
-        ({"labels": [0, 1, 2, 3]}, TypeError, "labels must be a tensor, got list"),
-        ({"index": None}, TypeError, "index must be a tensor, got NoneType"),
-        ({"weight": torch.tensor([1.0, 1e300, 1, 1], dtype=torch.float64)}, ValueError, r"weight\[1\] = inf"),
-    ],
-)
-def test_bad_input_gets_a_clear_error_and_changes_nothing(
-    change: dict[str, Tensor], error: type[Exception], says: str
-) -> None:
-    sop = SOP(20, 5)
-    before = snapshot(sop)
-    arguments: dict[str, Any] = dict(zip(("logits", "labels", "index"), GOOD, strict=True)) | change
-    with pytest.raises(error, match=says):
-        sop(**arguments)
-    assert same(before, snapshot(sop))
-
-
-@pytest.mark.parametrize(
-    ("settings", "says"),
-    [
-        ({"num_samples": 0}, "num_samples must be an integer at least 1"),
-        ({"num_samples": 2.5}, "num_samples must be an integer"),
-        ({"num_classes": 1}, "num_classes must be an integer at least 2"),
-        ({"variant": "flwo"}, "variant must be one of 'flow', 'paper', 'official', got 'flwo'"),
-        ({"visits": 0}, r"visits must be in \[0.01, 1e\+12\], got 0"),
-        ({"visits": float("nan")}, "visits must be in .* got nan"),
-        ({"alpha_v": 3.0}, "alpha_v belongs to variant='paper'; variant='flow' takes visits"),
-        ({"variant": "paper", "visits": 3}, "visits belongs to variant='flow'"),
-        ({"variant": "paper", "tau": -1}, r"tau must be in \[0, 1e\+06\]"),
-        ({"variant": "official", "batch_size": 0}, "batch_size must be an integer of at least 1"),
-        ({"variant": "official", "batch_size": float("nan")}, "batch_size must be an integer"),
-        ({"num_classes": 2_000_000}, "eps must be in"),
-        ({"layout": "sparse"}, "layout must be 'auto', 'dense' or 'slots'"),
-        ({"slots": 0}, "slots must be an integer at least 1"),
-        ({"seed": -1}, "seed must be an integer in"),
-        ({"eps": 0.5}, "eps must be in"),
-        ({"eps": 1e-9}, "eps must be in"),
-        ({"reduction": "median"}, "reduction must be"),
-        ({"consistency": -0.1}, "consistency must be a finite number >= 0"),
-        ({"balance": float("inf")}, "balance must be a finite number >= 0"),
-        ({"balance": 0.1, "reduction": "none"}, "terms of a whole batch"),
-        ({"prior": torch.ones(5)}, "prior has no effect with balance=0"),
-        ({"balance": 0.1, "prior": torch.ones(4)}, "prior must be num_classes = 5 numbers"),
-    ],
-)
-def test_bad_settings_are_named(settings: dict[str, Any], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        SOP(**({"num_samples": 20, "num_classes": 5} | settings))
-
-
-def test_tau_is_only_for_the_papers_variant() -> None:
-    sop = SOP(20, 5, variant="paper")
-    sop.tau = 0.5
-    assert sop.rates.step().v == pytest.approx(4 * 10 * 0.5)
-    with pytest.raises(TypeError, match="tau belongs to variant='paper'"):
-        SOP(20, 5).tau = 0.1
-    with pytest.raises(TypeError, match="tau belongs to variant='paper'"):
-        _ = SOP(20, 5).tau
-
-
-# -- the surroundings --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("kernels", ["native", "reference"])
-def test_another_default_type_changes_nothing(
-    dtype: torch.dtype, layout: Any, kernels: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SOPDIST_KERNELS", kernels)
-    z, labels, index = batch(6, 5, 20)
-    usual = SOP(20, 5, layout=layout, balance=0.1)
-    expected = [float(usual(z, labels, index)) for _ in range(6)]
-    torch.set_default_dtype(dtype)
-    try:
-        other = SOP(20, 5, layout=layout, balance=0.1)
-        got = [float(other(z, labels, index)) for _ in range(6)]
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert got == expected
-    assert same(usual.state_dict(), other.state_dict())
-    assert other.prior is not None
-    assert other.prior.dtype == torch.float32
-
-
-def test_another_default_device_changes_nothing() -> None:
-    z, labels, index = batch(6, 5, 20)
-    sop, usual = SOP(20, 5), SOP(20, 5)
-    with torch.device("meta"):
-        loss = float(sop(z, labels, index))
-    assert loss == float(usual(z, labels, index))
-
-
-def test_a_table_that_something_else_has_cast_is_refused_before_c_sees_it() -> None:
-    sop = SOP(20, 5)
-    sop.table.v = sop.table.v.bfloat16()
-    with pytest.raises(TypeError, match=r"contiguous float32 on the CPU, found torch\.bfloat16"):
-        sop(*batch(6, 5, 20))
-
-
-def make_in_a_group(rank: int, ranks: int, store: str) -> None:
-    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        SOP(20, 5)
-    told = [str(warning.message) for warning in caught if "a table of its own" in str(warning.message)]
-    assert len(told) == (1 if ranks > 1 else 0)
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_several_ranks_are_told_that_each_has_a_table_of_its_own(ranks: int, tmp_path: Any) -> None:
-    torch.multiprocessing.spawn(make_in_a_group, (ranks, str(tmp_path / "store")), ranks)
-
-
-def test_sharing_memory_reaches_the_table_and_empty_memory_is_refused() -> None:
-    assert SOP(20, 5).share_memory().table.u.is_shared()
-    with pytest.raises(NotImplementedError, match="make SOP where it is to live"):
-        SOP(20, 5, device="meta").to_empty(device="cpu")
-
-
-def test_losses_without_reduction_are_the_users_own() -> None:
-    losses = SOP(20, 5, reduction="none")(*batch(6, 5, 20))
-    losses *= 2
-    losses[0] = 0
-
-
-def test_logits_too_large_for_a_finite_loss_are_dropped() -> None:
-    z, labels, index = batch(3, 5, 20)
-    z[1, 0], z[1, 1], labels[1] = 3e38, -3e38, 1
-    sop = SOP(20, 5)
-    assert torch.isfinite(sop(z, labels, index))
-    assert sop.skipped.tolist() == [0, 1]
-    assert torch.isfinite(sop.table.mean_loss).all()
-
-
-# -- SOP+ --------------------------------------------------------------------------------------------------------------
-
-
 def test_sop_plus_adds_the_two_terms_of_the_method() -> None:
     z, labels, index = batch(6, 5, 20)
     z2 = torch.randn(6, 5, generator=torch.Generator().manual_seed(9))
@@ -390,94 +200,7 @@ def test_a_second_view_that_is_not_finite_drops_the_sample() -> None:
 
 def test_consistency_without_a_second_view_says_what_to_pass() -> None:
     with pytest.raises(ValueError, match="pass the logits of the second one as logits2"):
-        SOP(20, 5, consistency=0.5)(*GOOD)
-
-
-# -- reading the result ------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(params=LAYOUTS)
-def learned(request: pytest.FixtureRequest) -> SOP:
-    """Ten samples with label 0, of which the network insists that 7, 8, 9 are class 3; sample 5 is never visited."""
-    sop = SOP(10, 4, layout=request.param, slots=2)
-    z = torch.zeros(10, 4)
-    z[:7, 0] = 4
-    z[7:, 3] = 4
-    seen = torch.tensor([0, 1, 2, 3, 4, 6, 7, 8, 9])
-    for _ in range(8):
-        sop(z[seen], torch.zeros(9, dtype=torch.int64), seen)
-    return sop
-
-
-def test_wrong_labels_are_ranked_flagged_and_relabelled(learned: SOP) -> None:
-    given_labels = torch.zeros(10, dtype=torch.int64)
-    assert sorted(learned.suspects(3).tolist()) == [7, 8, 9]
-    assert learned.flags().tolist() == [False] * 7 + [True] * 3
-    assert learned.proposed_labels(given_labels).tolist() == [0] * 7 + [3] * 3
-    assert learned.noise_rate() == pytest.approx(3 / 9)
-    for kind in ("loss", "margin"):
-        scores = learned.noise_scores(kind)
-        assert float(scores[7:].min()) > float(scores[:7].max())
-        assert scores[5] == -torch.inf  # no evidence, last in every ranking
-    p = torch.tensor([4.0, 0, 0, 0]).softmax(0)
-    assert float(learned.noise_scores()[0]) == pytest.approx(-float(p[0].log()), rel=1e-5)
-    assert float(learned.noise_scores("margin")[0]) == pytest.approx(float(p[1] - p[0]), rel=1e-5)
-
-
-def test_reading_with_bad_arguments_says_so(learned: SOP) -> None:
-    with pytest.raises(ValueError, match="kind must be"):
-        learned.noise_scores("variance")
-    with pytest.raises(ValueError, match="the labels of all 10 samples, in index order, got int64 of shape"):
-        learned.proposed_labels(torch.zeros(9, dtype=torch.int64))
-    with pytest.raises(ValueError, match="count must be in"):
-        learned.suspects(11)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_a_hard_sample_that_the_network_gets_right_is_never_flagged(layout: Any, variant: Any) -> None:
-    """In `paper` u grows by the cross-entropy alone, to 1."""
-    sop = SOP(3, 10, variant=variant, layout=layout)
-    z = torch.zeros(3, 10)
-    z[:, 4] = 1.5
-    for _ in range(400):
-        sop(z, torch.full((3,), 4), torch.arange(3))
-    if variant == "paper":
-        assert float(sop.table.u.abs().min()) == 1
-    assert not sop.flags().any()
-    assert sop.noise_rate() == 0
-    assert sop.proposed_labels(torch.full((3,), 4)).tolist() == [4, 4, 4]
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_corrected_label_is_not_held_against_itself(layout: Any) -> None:
-    sop, one = SOP(1, 8, layout=layout), torch.tensor([0])
-    z = torch.zeros(1, 8)
-    z[0, 3] = 4
-    for label in [0] * 8 + [3] * 8:  # the network says 3 all along; the label is corrected half way
-        sop(z, torch.tensor([label]), one)
-    assert not sop.flags(torch.tensor([3])).any()
-    assert sop.noise_rate(torch.tensor([3])) == 0
-    assert sop.proposed_labels(torch.tensor([3])).tolist() == [3]
-    z[0, 5] = 8
-    for _ in range(8):
-        sop(z, torch.tensor([3]), one)
-    assert sop.proposed_labels(torch.tensor([3])).tolist() == [5]
-
-
-def test_noise_rate_before_the_first_visit_is_nan() -> None:
-    assert SOP(5, 3).noise_rate() != SOP(5, 3).noise_rate()
-
-
-def test_a_clear_conscience_is_restored_when_the_network_changes_its_mind(learned: SOP) -> None:
-    z = torch.zeros(3, 4)
-    z[:, 0] = 4
-    for _ in range(3):
-        learned(z, torch.zeros(3, dtype=torch.int64), torch.tensor([7, 8, 9]))
-    assert not learned.flags().any()
-
-
-# -- the forecast ------------------------------------------------------------------------------------------------------
+        SOP(20, 5, consistency=0.5)(*batch(4, 5, 20))
 
 
 def test_the_papers_clothing1m_setting_warns_that_the_table_never_acts() -> None:
