@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from sopdist.noise import counter
 from sopdist.noise.kernels.triton_counter import initial_v as triton_initial_v
+from sopdist.noise.rounding import sqrt_rounded
 from sopdist.noise.sop import SMALLEST_EPS
 
 seeds = st.integers(0, 2**63 - 1)
@@ -105,3 +106,12 @@ def test_triton_computes_the_same_bits() -> None:
         assert torch.equal(
             first_words, counter.philox(seed, torch.arange(64), zero, zero, zero)[0]
         )  # tl.randn's stream
+
+
+@given(st.floats(2.0**-60, 2.0**60, width=32))
+def test_the_square_root_is_correctly_rounded(x: float) -> None:
+    """So that the root of a square is the number itself, which `torch.sqrt` does not promise on a CPU."""
+    value = torch.tensor([x, x * 0.37, x * 1.7])
+    assert torch.equal(sqrt_rounded(value * value), value)
+    assert torch.equal(sqrt_rounded(value), value.double().sqrt().float())
+    assert sqrt_rounded(value[0]).shape == ()
