@@ -245,20 +245,17 @@ class SOP(Reading, nn.Module):
 
     def _count_skipped(self, batch: int, number: Tensor, wanted: Tensor | None) -> None:
         """`number` samples counted; the others had no weight, or logits that are not finite."""
-        if wanted is None:
-            if number.device.type != "cpu" or int(number) != batch:  # spares the common case on a CPU three calls
-                self.table.skipped[1] += batch - number
-                self._warn_of_skipped(batch - int(number) if number.device.type == "cpu" else 0, batch)
-        else:
-            asked = wanted.sum()
-            self.table.skipped += torch.stack((batch - asked, asked - number))
-
-    def _warn_of_skipped(self, skipped: int, batch: int) -> None:
-        """Once: a network that has diverged must not look like one that has converged. On a GPU `skipped` tells."""
-        if skipped and not self._warned:
+        on_cpu = number.device.type == "cpu"
+        if on_cpu and int(number) == batch:  # the common case; elsewhere asking would wait for the device
+            return
+        asked = torch.full_like(number, batch) if wanted is None else wanted.sum()
+        not_finite = asked - number
+        self.table.skipped += torch.stack((batch - asked, not_finite))
+        # Once: a network that has diverged must not look like one that has converged. On a GPU `skipped` tells.
+        if on_cpu and not self._warned and int(not_finite):
             self._warned = True
-            message = f"{skipped} of {batch} samples of a batch have logits that are not finite"
-            warnings.warn(f"{message}: they are left out of the loss, and `sop.skipped` counts them", stacklevel=7)
+            message = f"{int(not_finite)} of {batch} samples of a batch have logits that are not finite"
+            warnings.warn(f"{message}: they are left out of the loss, and `sop.skipped` counts them", stacklevel=6)
 
     def forecast(self, epochs: float) -> Forecast:
         """In how many visits a steadily contradicted label is explained away; warns if fewer epochs are planned."""

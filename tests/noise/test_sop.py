@@ -137,6 +137,9 @@ def test_the_first_sample_that_is_not_finite_is_told_and_a_mask_is_a_weight() ->
     sop = SOP(20, 5)
     with pytest.warns(UserWarning, match="1 of 6 samples of a batch have logits that are not finite"):
         first = sop(z, labels, index)
+    for settings, weight in (({}, torch.tensor([0.0, 1, 1, 1, 1, 1])), ({"validate": False}, None)):
+        with pytest.warns(UserWarning, match="1 of 6 samples of a batch have logits that are not finite"):
+            SOP(20, 5, **settings)(z, labels, index, weight=weight)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         sop(z, labels, index)
