@@ -1,0 +1,1 @@
+"""Data: from images on disk to shards, label sets, the plan of an epoch, and batches."""

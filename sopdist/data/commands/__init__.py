@@ -1,0 +1,1 @@
+"""The subcommands about data: thin calls into sopdist.data."""

@@ -1,0 +1,11 @@
+"""What is raised when data is not as it should be."""
+
+from __future__ import annotations
+
+
+class DataError(Exception):
+    """Wrong data, or a wish that the data cannot fulfil. The message is for a person: what, where, what to do."""
+
+
+class ImageError(DataError):
+    """An image that cannot be used. The message is the reason; whoever knows the shard and the key adds them."""

@@ -1,0 +1,173 @@
+"""Shards: plain WebDataset tars with an index beside each, written once and read by offset.
+
+Written here is what stock readers expect: `KEY.jpg` followed by `KEY.json` in the tar, and an `.idx` of the format of
+DALI's wds2idx. The bytes depend on the samples alone: no time, no user, no machine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tarfile
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..files import whole_file, write_whole
+from .errors import DataError
+from .headers import FORMATS
+from .manifest import ShardInfo, index_name
+
+_BLOCK = 512
+_INDEX_VERSION = "v1.2"
+_RECORD = "json"
+
+
+class Member(NamedTuple):
+    """A sample on its way into a shard."""
+
+    key: str
+    extension: str  # of the image, one of headers.FORMATS
+    image: bytes
+    record: dict[str, Any]  # what goes into KEY.json
+
+
+def write_shard(path: Path, members: Iterable[Member]) -> ShardInfo:
+    """Write a tar and its index, each whole or not at all; `first` is left 0 until all shards are known.
+
+    The tar is renamed after the index, so a tar under its final name always has one.
+    """
+    digest = hashlib.sha256()
+    lines: list[str] = []
+    at = 0
+    with whole_file(path) as file:
+
+        def put(content: bytes) -> None:
+            nonlocal at
+            file.write(content)
+            digest.update(content)
+            at += len(content)
+
+        for member in members:
+            record = json.dumps(member.record, ensure_ascii=False).encode()
+            line = []
+            for extension, content in ((member.extension, member.image), (_RECORD, record)):
+                name = f"{member.key}.{extension}"
+                put(_tar_header(name, len(content)))
+                line.append(f"{extension} {at} {len(content)} {name}")
+                put(content)
+                put(b"\0" * (-len(content) % _BLOCK))
+            lines.append(" ".join(line))
+        if not lines:
+            raise DataError(f"{path}: a shard without samples")
+        put(b"\0" * (2 * _BLOCK))
+        text = "\n".join([f"{_INDEX_VERSION} {len(lines)}", *lines, ""])
+        write_whole(path.with_name(index_name(path.name)), text.encode())
+    return ShardInfo(path.name, first=0, samples=len(lines), bytes=at, sha256=digest.hexdigest())
+
+
+def _tar_header(name: str, size: int) -> bytes:
+    info = tarfile.TarInfo(name)  # time 0, user 0, mode 0644
+    info.size = size
+    return info.tobuf(tarfile.PAX_FORMAT)
+
+
+@dataclass(frozen=True)
+class ShardIndex:
+    """Where each sample of a shard is in its tar; all of length `samples`."""
+
+    keys: list[str]
+    extensions: list[str]  # of the images
+    offsets: NDArray[np.int64]
+    sizes: NDArray[np.int64]
+    record_offsets: NDArray[np.int64]
+    record_sizes: NDArray[np.int64]
+
+
+def parse_index(text: str, where: str) -> ShardIndex:
+    """Read an `.idx`: a line a sample, of `extension offset size name` for the image and for its record."""
+    lines = text.splitlines()
+    head = lines[0].split() if lines else []
+    if len(head) != 2 or head[0] != _INDEX_VERSION or head[1] != str(len(lines) - 1):
+        raise DataError(f"{where}: not a whole index ({_INDEX_VERSION}); `sopdist verify` tells more")
+    rows = [line.split(" ") for line in lines[1:]]
+    for number, row in enumerate(rows, start=2):
+        if len(row) != 8 or row[0] not in FORMATS or row[4] != _RECORD:
+            raise DataError(f"{where}, line {number}: expected an image and its json")
+    try:
+        numbers = np.array([(row[1], row[2], row[5], row[6]) for row in rows]).astype(np.int64)  # (samples, 4)
+    except (ValueError, OverflowError):
+        raise DataError(f"{where}: an offset or a size is not a number") from None
+    return ShardIndex(
+        [row[3].removesuffix(f".{row[0]}") for row in rows], [row[0] for row in rows], *np.ascontiguousarray(numbers.T)
+    )
+
+
+class Shard:
+    """An open shard. Reading is by offset and keeps no position, so threads may share it."""
+
+    def __init__(self, folder: Path, info: ShardInfo) -> None:
+        self._file = -1
+        self.info = info
+        self.path = folder / info.name
+        index_path = folder / info.index_name
+        try:
+            self.index = parse_index(index_path.read_text(encoding="utf-8"), str(index_path))
+            self._file = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(f"{getattr(error, 'filename', index_path)}: cannot be read: {error}") from None
+        size = os.fstat(self._file).st_size
+        if size != info.bytes or len(self.index.keys) != info.samples:
+            self.close()
+            raise DataError(
+                f"{self.path}: {size} bytes and {len(self.index.keys)} samples, the manifest says {info.bytes} and "
+                f"{info.samples}; copy the shard again, or run `sopdist verify {folder}` for the whole list"
+            )
+
+    def image(self, place: int) -> bytes:
+        """The encoded image of the sample at `place`."""
+        return self._read(self.index.offsets[place], self.index.sizes[place])
+
+    def record(self, place: int) -> dict[str, Any]:
+        """The content of the sample's KEY.json."""
+        content = self._read(self.index.record_offsets[place], self.index.record_sizes[place])
+        record = json.loads(content)
+        if not isinstance(record, dict):
+            raise DataError(f"{self.path}: {self.index.keys[place]}.json is not an object")
+        return record
+
+    def close(self) -> None:
+        """Give the file back."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def __del__(self) -> None:
+        self.close()
+
+    def _read(self, offset: int, size: int) -> bytes:
+        if offset < 0 or size < 0 or offset + size > self.info.bytes:
+            raise DataError(f"{self.path}: its index points outside of it; run `sopdist verify`")
+        content = os.pread(self._file, size, offset)
+        while len(content) < size:  # a single read is cut at 2 GiB, or by a signal
+            more = os.pread(self._file, size - len(content), offset + len(content))
+            if not more:
+                raise DataError(f"{self.path}: ends early; it shrank while it was open")
+            content += more
+        return content
+
+
+def scan_tar(path: Path) -> Iterator[tuple[str, int, int]]:
+    """(name, offset, size) of every regular member, from the tar itself; what a damaged one has is lost after it."""
+    try:
+        with tarfile.open(path, "r:") as tar:
+            for info in tar:
+                if info.isreg():
+                    yield info.name, info.offset_data, info.size
+    except (tarfile.TarError, OSError) as error:
+        raise DataError(f"{path}: not a whole tar: {error}") from None

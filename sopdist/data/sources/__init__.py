@@ -1,0 +1,1 @@
+"""The data sets that `sopdist prepare` knows, one file each."""

@@ -1,0 +1,64 @@
+"""Where a split's files come from: a folder here, or a remote place behind a local cache (remote.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from .labels import LabelSet, list_labels, read_labels
+from .manifest import Manifest, ShardInfo, read_manifest
+
+
+class Store(Protocol):
+    """Hands out a split's manifest, label sets and shards as local files."""
+
+    root: str  # as the user wrote it, for messages
+
+    def manifest(self) -> Manifest:
+        """The split's manifest, checked."""
+
+    def labels(self, manifest: Manifest, name: str) -> LabelSet:
+        """A label set, checked."""
+
+    def list_labels(self) -> list[str]:
+        """Names of the label sets there are."""
+
+    def folder_of(self, info: ShardInfo) -> Path:
+        """A local folder that has the shard's tar and index now; waits until it does. Called from many threads."""
+
+    def expect(self, coming: Sequence[ShardInfo]) -> None:
+        """What `folder_of` will be asked for from now on, in that order; replaces earlier expectations."""
+
+    def close(self) -> None:
+        """Stop all work in the background."""
+
+
+class LocalStore:
+    """A folder on this machine, or one that looks like it (NFS, a mounted bucket)."""
+
+    def __init__(self, folder: Path) -> None:
+        self.root = str(folder)
+        self.folder = folder
+
+    def manifest(self) -> Manifest:
+        """Read from the folder."""
+        return read_manifest(self.folder)
+
+    def labels(self, manifest: Manifest, name: str) -> LabelSet:
+        """Read from the folder."""
+        return read_labels(self.folder, manifest, name)
+
+    def list_labels(self) -> list[str]:
+        """Read from the folder."""
+        return list_labels(self.folder)
+
+    def folder_of(self, info: ShardInfo) -> Path:  # noqa: ARG002 - all shards are in one place
+        """The folder itself."""
+        return self.folder
+
+    def expect(self, coming: Sequence[ShardInfo]) -> None:
+        """Nothing to fetch."""
+
+    def close(self) -> None:
+        """Nothing to stop."""
