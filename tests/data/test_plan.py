@@ -1,0 +1,162 @@
+"""What the plan promises, over shard counts, sizes, lanes, batches and numbers of ranks."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sopdist.data.errors import DataError
+from sopdist.data.plan import NO_SAMPLE, Indices, _lane_order, balanced_subset, evaluation_plan, training_plan
+
+shard_sizes = st.lists(st.integers(1, 30), min_size=1, max_size=25)
+batches = st.integers(1, 70)
+worlds = st.integers(1, 9)
+lanes_ = st.integers(1, 40)
+blocks = st.integers(1, 12)
+seeds = st.integers(0, 2**63)
+epochs = st.integers(0, 2**31)
+
+
+def firsts_of(sizes: list[int]) -> Indices:
+    return np.concatenate(([0], np.cumsum(sizes))).astype(np.int64)
+
+
+def real(row: np.ndarray) -> np.ndarray:
+    return row[row != NO_SAMPLE]
+
+
+@given(shard_sizes, seeds, epochs, batches, lanes_, blocks)
+def test_each_sample_stands_in_the_plan_exactly_once(sizes, seed, epoch, batch, lanes, block) -> None:
+    plan = training_plan(firsts_of(sizes), seed, epoch, batch, lanes=lanes, block=block)
+    assert plan.rows.shape == (-(-sum(sizes) // batch), batch)
+    assert np.array_equal(np.sort(real(plan.rows)), np.arange(sum(sizes)))
+    assert (plan.rows[:-1] != NO_SAMPLE).all(), "only the last row has gaps"
+
+
+@given(shard_sizes, seeds, batches, worlds)
+def test_the_ranks_together_read_each_row_whatever_their_number(sizes, seed, batch, world) -> None:
+    plan = training_plan(firsts_of(sizes), seed, 0, batch)
+    if world > batch:
+        with pytest.raises(DataError, match="no sample for some rank"):
+            plan.part(0, 0, world)
+        return
+    for step in range(plan.steps):
+        parts = [plan.part(step, rank, world) for rank in range(world)]
+        assert np.array_equal(np.concatenate(parts), plan.rows[step])
+        widths = [len(part) for part in parts]
+        assert max(widths) - min(widths) <= 1
+
+
+@given(st.integers(1, 200), batches, worlds)
+def test_the_gaps_of_the_last_row_are_shared_evenly(samples, batch, world) -> None:
+    plan = evaluation_plan(samples, batch)
+    if world <= batch and batch % world == 0:
+        shares = [len(real(plan.part(plan.steps - 1, rank, world))) for rank in range(world)]
+        assert max(shares) - min(shares) <= 1
+
+
+@given(shard_sizes, seeds, st.integers(0, 50), batches)
+def test_the_plan_is_a_pure_function_that_changes_with_seed_and_epoch(sizes, seed, epoch, batch) -> None:
+    firsts = firsts_of(sizes)
+    plan = training_plan(firsts, seed, epoch, batch)
+    assert np.array_equal(plan.rows, training_plan(firsts, seed, epoch, batch).rows)
+    if sum(sizes) > 20:  # 20! orders: equality by chance is out of the question
+        assert not np.array_equal(plan.rows, training_plan(firsts, seed, epoch + 1, batch).rows)
+        assert not np.array_equal(plan.rows, training_plan(firsts, seed + 1, epoch, batch).rows)
+
+
+def test_the_order_never_changes_silently() -> None:
+    """A saved run resumes in the middle of this order: if it must change, raise plan.VERSION."""
+    plan = training_plan(firsts_of([5, 3, 8, 1, 7]), seed=7, epoch=3, global_batch=6, lanes=2, block=2)
+    assert plan.rows.tolist() == FROZEN
+    large = training_plan(firsts_of([1000] * 70 + [123]), seed=1, epoch=2, global_batch=48)
+    assert hashlib.sha256(large.rows.astype("<i8").tobytes()).hexdigest()[:16] == FROZEN_LARGE
+
+
+FROZEN = [[15, 11, 20, 16, 23, 22], [12, 14, 13, 1, 21, 2], [17, 18, 9, 3, 5, 7], [10, 8, 19, 0, 4, 6]]
+FROZEN_LARGE = "9e8f1430da3248d5"
+
+
+@given(shard_sizes, seeds, blocks)
+def test_a_lane_is_read_from_a_sliding_block_of_shards(sizes, seed, block) -> None:
+    """There is a position t that never goes back, so that each sample's shard s is in (t - block, t], modulo S."""
+    order = _lane_order(np.array(sizes), block, np.random.Philox(key=seed))
+    assert np.array_equal(np.sort(order), np.arange(sum(sizes)))
+    shards, t = len(sizes), 0
+    for shard in np.repeat(np.arange(shards), sizes)[order].tolist():
+        if shard - shards + block > t:  # read at the lane's beginning, having wrapped around
+            continue
+        assert shard + block > t, "read after the block had left it behind"
+        t = max(t, shard)
+
+
+def test_ranks_own_lanes_so_each_reads_only_its_share_of_the_shards() -> None:
+    firsts = firsts_of([100] * 64)
+    plan = training_plan(firsts, seed=0, epoch=0, global_batch=64, lanes=16, block=2)
+    for rank in range(4):
+        read = np.unique(plan.rows[:, rank * 16 : (rank + 1) * 16] // 100)
+        assert len(read) == 16
+
+
+@given(shard_sizes, seeds, batches, st.data())
+def test_a_subset_is_planned_exactly_once_too(sizes, seed, batch, data) -> None:
+    firsts = firsts_of(sizes)
+    chosen = np.array(sorted(data.draw(st.sets(st.integers(0, int(firsts[-1]) - 1), min_size=1))), dtype=np.int64)
+    plan = training_plan(firsts, seed, 0, batch, subset=chosen)
+    assert np.array_equal(np.sort(real(plan.rows)), chosen)
+
+
+@given(st.integers(1, 6), st.integers(1, 200), seeds, st.data())
+def test_a_balanced_subset_takes_the_same_number_of_each_class(classes, samples, seed, data) -> None:
+    labels = np.array(data.draw(st.lists(st.integers(-1, classes - 1), min_size=samples, max_size=samples)), np.int32)
+    count = data.draw(st.integers(classes, 2 * samples + classes))
+    chosen = balanced_subset(labels, classes, count, seed, epoch=0)
+    assert (np.diff(chosen) > 0).all(), "ascending, no sample twice"
+    for label in range(classes):
+        assert (labels[chosen] == label).sum() == min((labels == label).sum(), count // classes)
+    assert (labels[chosen] >= 0).all(), "samples whose label is unknown are never drawn"
+
+
+def test_balanced_subsets_differ_between_epochs_and_cover_the_set() -> None:
+    labels = np.repeat(np.arange(4, dtype=np.int32), 100)
+    draws = [balanced_subset(labels, 4, 80, seed=0, epoch=epoch) for epoch in range(40)]
+    assert not np.array_equal(draws[0], draws[1])
+    assert len(np.unique(np.concatenate(draws))) == 400
+
+
+@given(st.integers(1, 300), batches, worlds)
+def test_an_evaluation_reads_every_sample_once_at_any_world_size(samples, batch, world) -> None:
+    if world > batch:
+        return
+    plan = evaluation_plan(samples, batch)
+    read = [plan.part(step, rank, world) for step, rank in itertools.product(range(plan.steps), range(world))]
+    assert np.array_equal(np.sort(real(np.concatenate(read))), np.arange(samples))
+
+
+def test_few_shards_are_shuffled_fully() -> None:
+    """With at most `block` shards a lane, an order is as good as uniform: position and index are uncorrelated."""
+    firsts = firsts_of([500] * 40)
+    positions = real(training_plan(firsts, seed=0, epoch=0, global_batch=100).rows)
+    correlation = np.corrcoef(np.arange(len(positions)), positions)[0, 1]
+    assert abs(correlation) < 4 / np.sqrt(len(positions))
+
+
+def test_impossible_plans_are_refused() -> None:
+    firsts = firsts_of([4])
+    for arguments, message in (
+        ({"global_batch": 0}, "global batch = 0"),
+        ({"lanes": 0}, "data.lanes = 0"),
+        ({"block": 0}, "data.block = 0"),
+        ({"seed": -1}, "seed -1"),
+    ):
+        with pytest.raises(DataError, match=message):
+            training_plan(firsts, **{"seed": 0, "epoch": 0, "global_batch": 2, **arguments})
+    with pytest.raises(DataError, match="no sample"):
+        training_plan(firsts, 0, 0, 2, subset=np.array([], dtype=np.int64))
+    with pytest.raises(DataError, match="balanced_per_epoch = 3"):
+        balanced_subset(np.zeros(9, np.int32), 4, 3, 0, 0)
