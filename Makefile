@@ -14,7 +14,7 @@ help: ## list the targets
 
 env: $(READY) ## create .venv with the exact versions of requirements.lock
 
-$(READY): pyproject.toml requirements.lock sopdist/noise/kernels/native.c
+$(READY): pyproject.toml requirements.lock sopdist/noise/kernels/native.c sopdist/data/decode/pixels.c
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "The locked versions need Python 3.11 or newer; name one with make PYTHON=..., found: $$($(PYTHON) --version)"; exit 1; }
 	@echo "Setting up $(VENV) (a few minutes the first time: torch, DeepSpeed, DALI, ...)"

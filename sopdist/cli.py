@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from . import __version__
+from .data.errors import DataError
 
 
 class Command(Protocol):
@@ -22,9 +23,12 @@ class Command(Protocol):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
-    args = _parser().parse_args(argv)
     try:
+        args = _parser().parse_args(argv)
         code: int = args.run(args)
+    except DataError as error:
+        print(f"sopdist: {error}", file=sys.stderr)
+        code = 1
     except BrokenPipeError:  # e.g. `sopdist bench table | head`
         sys.stderr.close()
         code = 1
@@ -38,6 +42,7 @@ def _parser() -> argparse.ArgumentParser:
     from . import demo
     from .bench import kernels as bench_kernels
     from .bench import table as bench_table
+    from .data.commands import inspect, labels, prepare, verify
 
     parser = argparse.ArgumentParser(
         prog="sopdist", description="Train image classifiers on wrong labels, and find out which labels are wrong."
@@ -45,6 +50,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"sopdist {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add(commands, demo, "demo", "train with 40% of the labels redrawn, with and without SOP, and name the wrong ones")
+    _add(commands, prepare, "prepare", "write a data set as shards")
+    _add(commands, verify, "verify", "check the shards, indices and label sets of a split")
+    _add(commands, inspect, "inspect", "look at a split: classes, sizes, a sheet of thumbnails")
+    _add(commands, labels, "labels", "add, draw, list and compare label sets")
     bench = commands.add_parser("bench", help="measure sopdist against its peers, in one run")
     benches = bench.add_subparsers(required=True, metavar="WHAT")
     _add(benches, bench_table, "table", "cost and bytes of the noise table against N and K")

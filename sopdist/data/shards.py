@@ -163,11 +163,23 @@ class Shard:
 
 
 def scan_tar(path: Path) -> Iterator[tuple[str, int, int]]:
-    """(name, offset, size) of every regular member, from the tar itself; what a damaged one has is lost after it."""
+    """(name, offset, size) of every member, from the tar itself; if it is not whole, DataError after what can be read.
+
+    `tarfile` takes a damaged header for the end. So what comes after the last member must be an end: only zeros.
+    """
+    end = 0
     try:
         with tarfile.open(path, "r:") as tar:
             for info in tar:
-                if info.isreg():
-                    yield info.name, info.offset_data, info.size
-    except (tarfile.TarError, OSError) as error:
+                if not info.isreg() or info.size < 0 or info.offset < end:
+                    raise DataError(f"{path}: {info.name!r} at byte {info.offset} is not a plain file")
+                yield info.name, info.offset_data, info.size
+                end = info.offset_data + info.size + -info.size % _BLOCK
+        with path.open("rb") as file:
+            file.seek(end)
+            rest = file.read(2 * _BLOCK)
+    except (tarfile.TarError, OSError, ValueError) as error:
         raise DataError(f"{path}: not a whole tar: {error}") from None
+    if rest != b"\0" * (2 * _BLOCK):
+        why = "it ends early" if len(rest) < 2 * _BLOCK else "no member and no end"
+        raise DataError(f"{path}: not a whole tar: {why} at byte {end}")

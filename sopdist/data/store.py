@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol
 
@@ -27,7 +27,7 @@ class Store(Protocol):
     def folder_of(self, info: ShardInfo) -> Path:
         """A local folder that has the shard's tar and index now; waits until it does. Called from many threads."""
 
-    def expect(self, coming: Sequence[ShardInfo]) -> None:
+    def expect(self, coming: Iterable[ShardInfo]) -> None:
         """What `folder_of` will be asked for from now on, in that order; replaces earlier expectations."""
 
     def close(self) -> None:
@@ -57,7 +57,7 @@ class LocalStore:
         """The folder itself."""
         return self.folder
 
-    def expect(self, coming: Sequence[ShardInfo]) -> None:
+    def expect(self, coming: Iterable[ShardInfo]) -> None:
         """Nothing to fetch."""
 
     def close(self) -> None:

@@ -24,6 +24,7 @@ import math
 import torch
 from torch import Tensor
 
+from ..philox import WORD_MASK, philox
 from .rounding import sqrt_rounded
 
 INITIAL_STD = 1e-8
@@ -33,25 +34,7 @@ U_STREAM = 1
 # The largest |initial value|: Box-Muller's radius at the smallest uniform, 2^-24, is sqrt(48 ln 2) = 5.77.
 INITIAL_MAX = INITIAL_STD * math.sqrt(48 * math.log(2)) * (1 + 1e-6)
 
-_MASK = 0xFFFFFFFF
-_ROUND_A, _ROUND_B = 0xD2511F53, 0xCD9E8D57
-_KEY_A, _KEY_B = 0x9E3779B9, 0xBB67AE85
 _CHUNK = 1 << 15  # quadruples at a time: the int64 temporaries stay in the cache, which makes a table start 5x faster
-
-
-def philox(seed: int, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Philox-4x32-10 of int64 tensors that hold 32-bit counters; returns four int64 tensors of 32-bit words."""
-    k0, k1 = seed & _MASK, (seed >> 32) & _MASK
-    for _ in range(10):
-        # int64 products wrap modulo 2^64, so both halves of the 64-bit product come out right after masking.
-        high, low = c2 * _ROUND_B, c0 * _ROUND_A
-        c0 = ((high >> 32) & _MASK) ^ c1 ^ k0
-        c2 = ((low >> 32) & _MASK) ^ c3 ^ k1
-        c1 = high & _MASK
-        c3 = low & _MASK
-        k0 = (k0 + _KEY_A) & _MASK
-        k1 = (k1 + _KEY_B) & _MASK
-    return c0, c1, c2, c3
 
 
 def _box_muller(radius_word: Tensor, angle_word: Tensor) -> tuple[Tensor, Tensor]:
@@ -91,7 +74,7 @@ def _box_muller(radius_word: Tensor, angle_word: Tensor) -> tuple[Tensor, Tensor
 def _four_initials(seed: int, sample: Tensor, quad: Tensor, stream: int) -> Tensor:
     """The initial values of classes 4*quad .. 4*quad + 3: a last axis of 4 on the shape of `sample`."""
     constant = torch.full_like(sample, stream)
-    w0, w1, w2, w3 = philox(seed, quad, sample & _MASK, (sample >> 32) & _MASK, constant)
+    w0, w1, w2, w3 = philox(seed, quad, sample & WORD_MASK, (sample >> 32) & WORD_MASK, constant)
     normals = torch.stack((*_box_muller(w0, w1), *_box_muller(w2, w3)), dim=-1)
     return normals * INITIAL_STD
 

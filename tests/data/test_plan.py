@@ -31,7 +31,9 @@ def real(row: np.ndarray) -> np.ndarray:
 
 
 @given(shard_sizes, seeds, epochs, batches, lanes_, blocks)
-def test_each_sample_stands_in_the_plan_exactly_once(sizes, seed, epoch, batch, lanes, block) -> None:
+def test_each_sample_stands_in_the_plan_exactly_once(
+    sizes: list[int], seed: int, epoch: int, batch: int, lanes: int, block: int
+) -> None:
     plan = training_plan(firsts_of(sizes), seed, epoch, batch, lanes=lanes, block=block)
     assert plan.rows.shape == (-(-sum(sizes) // batch), batch)
     assert np.array_equal(np.sort(real(plan.rows)), np.arange(sum(sizes)))
@@ -39,7 +41,9 @@ def test_each_sample_stands_in_the_plan_exactly_once(sizes, seed, epoch, batch, 
 
 
 @given(shard_sizes, seeds, batches, worlds)
-def test_the_ranks_together_read_each_row_whatever_their_number(sizes, seed, batch, world) -> None:
+def test_the_ranks_together_read_each_row_whatever_their_number(
+    sizes: list[int], seed: int, batch: int, world: int
+) -> None:
     plan = training_plan(firsts_of(sizes), seed, 0, batch)
     if world > batch:
         with pytest.raises(DataError, match="no sample for some rank"):
@@ -53,7 +57,7 @@ def test_the_ranks_together_read_each_row_whatever_their_number(sizes, seed, bat
 
 
 @given(st.integers(1, 200), batches, worlds)
-def test_the_gaps_of_the_last_row_are_shared_evenly(samples, batch, world) -> None:
+def test_the_gaps_of_the_last_row_are_shared_evenly(samples: int, batch: int, world: int) -> None:
     plan = evaluation_plan(samples, batch)
     if world <= batch and batch % world == 0:
         shares = [len(real(plan.part(plan.steps - 1, rank, world))) for rank in range(world)]
@@ -61,7 +65,9 @@ def test_the_gaps_of_the_last_row_are_shared_evenly(samples, batch, world) -> No
 
 
 @given(shard_sizes, seeds, st.integers(0, 50), batches)
-def test_the_plan_is_a_pure_function_that_changes_with_seed_and_epoch(sizes, seed, epoch, batch) -> None:
+def test_the_plan_is_a_pure_function_that_changes_with_seed_and_epoch(
+    sizes: list[int], seed: int, epoch: int, batch: int
+) -> None:
     firsts = firsts_of(sizes)
     plan = training_plan(firsts, seed, epoch, batch)
     assert np.array_equal(plan.rows, training_plan(firsts, seed, epoch, batch).rows)
@@ -83,7 +89,7 @@ FROZEN_LARGE = "9e8f1430da3248d5"
 
 
 @given(shard_sizes, seeds, blocks)
-def test_a_lane_is_read_from_a_sliding_block_of_shards(sizes, seed, block) -> None:
+def test_a_lane_is_read_from_a_sliding_block_of_shards(sizes: list[int], seed: int, block: int) -> None:
     """There is a position t that never goes back, so that each sample's shard s is in (t - block, t], modulo S."""
     order = _lane_order(np.array(sizes), block, np.random.Philox(key=seed))
     assert np.array_equal(np.sort(order), np.arange(sum(sizes)))
@@ -104,7 +110,7 @@ def test_ranks_own_lanes_so_each_reads_only_its_share_of_the_shards() -> None:
 
 
 @given(shard_sizes, seeds, batches, st.data())
-def test_a_subset_is_planned_exactly_once_too(sizes, seed, batch, data) -> None:
+def test_a_subset_is_planned_exactly_once_too(sizes: list[int], seed: int, batch: int, data: st.DataObject) -> None:
     firsts = firsts_of(sizes)
     chosen = np.array(sorted(data.draw(st.sets(st.integers(0, int(firsts[-1]) - 1), min_size=1))), dtype=np.int64)
     plan = training_plan(firsts, seed, 0, batch, subset=chosen)
@@ -112,7 +118,9 @@ def test_a_subset_is_planned_exactly_once_too(sizes, seed, batch, data) -> None:
 
 
 @given(st.integers(1, 6), st.integers(1, 200), seeds, st.data())
-def test_a_balanced_subset_takes_the_same_number_of_each_class(classes, samples, seed, data) -> None:
+def test_a_balanced_subset_takes_the_same_number_of_each_class(
+    classes: int, samples: int, seed: int, data: st.DataObject
+) -> None:
     labels = np.array(data.draw(st.lists(st.integers(-1, classes - 1), min_size=samples, max_size=samples)), np.int32)
     count = data.draw(st.integers(classes, 2 * samples + classes))
     chosen = balanced_subset(labels, classes, count, seed, epoch=0)
@@ -130,7 +138,7 @@ def test_balanced_subsets_differ_between_epochs_and_cover_the_set() -> None:
 
 
 @given(st.integers(1, 300), batches, worlds)
-def test_an_evaluation_reads_every_sample_once_at_any_world_size(samples, batch, world) -> None:
+def test_an_evaluation_reads_every_sample_once_at_any_world_size(samples: int, batch: int, world: int) -> None:
     if world > batch:
         return
     plan = evaluation_plan(samples, batch)

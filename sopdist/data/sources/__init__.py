@@ -1,1 +1,42 @@
-"""The data sets that `sopdist prepare` knows, one file each."""
+"""The data sets that `sopdist prepare` knows, one file each. This is the list of them; each is loaded when asked for."""
+
+from __future__ import annotations
+
+import importlib
+from typing import NamedTuple, cast
+
+from ..errors import DataError
+from .source import Source
+
+
+class Entry(NamedTuple):
+    """A source that can be asked for by name."""
+
+    place: str  # a module of this folder; after a colon, the object in it that is the source
+    summary: str  # a line for --help
+    needs_root: bool = True
+
+
+SOURCES = {
+    "clothing1m": Entry("clothing1m", "Clothing1M: a million photographs of clothes, labels from the text around them"),
+    "webvision": Entry("webvision", "WebVision 1.0, or its mini version: search results for the classes of ImageNet"),
+    "ilsvrc12-val": Entry("ilsvrc12", "ImageNet's validation images of the classes of mini WebVision"),
+    "cifar10": Entry("cifar:CIFAR10", "CIFAR-10, with the labels of CIFAR-10N if they are there"),
+    "cifar100": Entry("cifar:CIFAR100", "CIFAR-100, with the labels of CIFAR-100N if they are there"),
+    "fashion-mnist": Entry("fashion_mnist", "Fashion-MNIST: 70,000 small grey images of clothes", needs_root=False),
+    "digits": Entry("digits", "scikit-learn's 1,797 handwritten digits; needs no download", needs_root=False),
+    "imagefolder": Entry("imagefolder", "your own images, in a folder a class"),
+    "csv": Entry("csv_list", "your own images, with a table of paths and labels"),
+}
+
+
+def load_source(name: str) -> Source:
+    """The source of that name, which must be in SOURCES."""
+    module, _, attribute = SOURCES[name].place.partition(":")
+    try:
+        found = importlib.import_module(f"{__name__}.{module}")
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("sopdist"):
+            raise
+        raise DataError(f"`sopdist prepare {name}` needs {error.name}: pip install 'sopdist[data]'") from None
+    return cast(Source, getattr(found, attribute) if attribute else found)

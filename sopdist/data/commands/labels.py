@@ -1,0 +1,274 @@
+"""Label sets of a split: labels/NAME.npy, an integer a sample in index order, and NAME.json, where they come from.
+
+Images are written once; labels lie over them, and a run trains on the set that its config names. `given` is what the
+data set came with (it is in the shards, too, and stays as it is), `clean` the truth where it is known.
+
+    sopdist labels list  data/train
+    sopdist labels noise data/train symmetric --rate 0.4 --seed 0     # writes sym-0.4-seed0
+    sopdist labels add   data/train relabelled --from fixes.csv --base given --source "two people, May"
+    sopdist labels diff  data/train given relabelled
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ...files import sha256_of
+from .. import label_noise
+from ..errors import DataError
+from ..label_diff import align, class_title, compare_labels, diff_record, diff_rows, diff_text
+from ..label_files import NAMES, NUMBERS, ClassReader, read_label_file, read_matrix
+from ..labels import CLEAN, FOLDER, GIVEN, UNKNOWN, Labels, check_name, list_labels, read_labels, write_labels
+from ..manifest import Manifest, read_manifest
+from .output import write_json, write_output
+
+ADD = """\
+Write a label set from a file. A file is one of
+  .npy         N integers, in index order;
+  .txt, .csv   N lines with a class each, by number or name, in index order;
+  .csv, .txt   a table with a header line that has the columns `label` and `index` or `key` (others are ignored; index
+               is used if both are there). A key is the one in the shards, or the image's path in the source.
+A table need not name every sample: the rest is taken from --base, or is unknown (-1)."""
+NOISE = """\
+Draw wrong labels and write them as a label set, with the recipe and the rate that was measured. KIND is
+  symmetric    with probability --rate, draw anew over all K classes: --rate x (1 - 1/K) become wrong;
+  exclusive    with probability --rate, draw anew over the K - 1 other classes: --rate become wrong;
+  pair         with probability --rate, a class becomes the one that --pairs or --preset names (also: asymmetric);
+  matrix       a label k becomes j with the probability in row k, column j of --matrix.
+The draw depends on the labels, the kind, the rate and the seed, and on nothing else: not on the machine, not on
+versions. Unknown labels stay unknown.
+Presets:
+""" + "\n".join(f"  {name:<12} {meaning}" for name, meaning in label_noise.PRESETS.items())
+LIST = "Name, samples, unknown labels, share that differs from `clean` where both are known, and where they come from."
+DIFF = """\
+Count the samples that two label sets label differently, overall and by class, and which label became which. Samples
+that are unknown in one of the two are left out, and counted."""
+REMOVE = "Delete a label set; `given` belongs to the shards and stays."
+
+KINDS = {"symmetric": "sym", "exclusive": "excl", "pair": "pair", "asymmetric": "pair", "matrix": "matrix"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of `sopdist labels`."""
+    commands = parser.add_subparsers(required=True, metavar="SUBCOMMAND")
+    add = _subcommand(commands, "add", "write a label set from a file", ADD, _add)
+    add.add_argument("name", metavar="NAME", help="of the label set")
+    add.add_argument("--from", dest="file", metavar="FILE", type=Path, required=True, help="where the labels are")
+    add.add_argument("--base", metavar="SET", help="label set for the samples that a table does not name")
+    add.add_argument("--source", metavar="TEXT", help="a note on where the labels come from, kept in NAME.json")
+    add.add_argument(
+        "--as", dest="written_as", choices=(NUMBERS, NAMES), help="only needed if names of classes are numbers, too"
+    )
+    noise = _subcommand(commands, "noise", "draw wrong labels", NOISE, _noise)
+    noise.add_argument("kind", metavar="KIND", choices=list(KINDS), help="symmetric, exclusive, pair or matrix")
+    noise.add_argument("--rate", type=_rate, help="probability of a draw, 0 to 1; for all kinds but matrix")
+    noise.add_argument("--seed", type=_seed, default=0, help="another seed, another draw (0)")
+    noise.add_argument("--from", dest="base", metavar="SET", help="labels to start from (clean if there, else given)")
+    noise.add_argument("--name", help="of the new label set (such as sym-0.4-seed0, matrix-FILE-seed0)")
+    noise.add_argument("--pairs", help="for pair: FROM:TO,FROM:TO,... by number or name of the class")
+    noise.add_argument(
+        "--preset", choices=list(label_noise.PRESETS), help="for pair: the pairs of the literature, see above"
+    )
+    noise.add_argument("--matrix", metavar="FILE", type=Path, help="for matrix: K x K in .npy, .csv or .txt")
+    noise.set_defaults(usage_error=noise.error)
+    for writer in (add, noise):
+        writer.add_argument("--overwrite", action="store_true", help="replace a label set of this name")
+    _subcommand(commands, "list", "name all label sets", LIST, _list)
+    diff = _subcommand(commands, "diff", "compare two label sets", DIFF, _diff)
+    diff.add_argument("before", metavar="A", help="a label set")
+    diff.add_argument("after", metavar="B", help="another label set")
+    diff.add_argument(
+        "--csv", metavar="FILE", type=Path, help="write every transition: from,from_name,to,to_name,count"
+    )
+    diff.add_argument("--json", metavar="FILE", type=Path, help="write the whole comparison")
+    remove = _subcommand(commands, "remove", "delete a label set", REMOVE, _remove)
+    remove.add_argument("name", metavar="NAME", help="of the label set")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Do what the subcommand says."""
+    subcommand: Callable[[argparse.Namespace, Manifest], None] = args.subcommand
+    subcommand(args, read_manifest(args.folder))
+    return 0
+
+
+def _subcommand(
+    commands: Any, name: str, summary: str, description: str, action: Callable[[argparse.Namespace, Manifest], None]
+) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name, help=summary, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", metavar="SPLIT_FOLDER", type=Path, help="where the split's manifest.json is")
+    parser.set_defaults(subcommand=action)
+    return parser
+
+
+def _add(args: argparse.Namespace, manifest: Manifest) -> None:
+    base = read_labels(args.folder, manifest, args.base) if args.base else None
+    found = read_label_file(args.file, args.folder, manifest, base.labels if base else None, args.written_as)
+    recipe: dict[str, Any] = {"file": args.file.name, "file_sha256": sha256_of(args.file), "named": found.named}
+    if base:
+        recipe |= {"base": base.name, "base_sha256": base.sha256}
+    if args.source:
+        recipe["source"] = args.source
+    written = _store(args, manifest, args.name, found.labels, recipe)
+    unknown = int((found.labels == UNKNOWN).sum())
+    print(f"{written}: {found.named:,} of {manifest.samples:,} labels from {args.file}, {unknown:,} unknown")
+
+
+def _noise(args: argparse.Namespace, manifest: Manifest) -> None:
+    kind = "pair" if args.kind == "asymmetric" else args.kind
+    _check_noise_options(args, kind)
+    start = args.base or (CLEAN if CLEAN in list_labels(args.folder) else GIVEN)
+    base = read_labels(args.folder, manifest, start)
+    classes = len(manifest.classes)
+    recipe: dict[str, Any] = {"kind": kind, "rate": args.rate, "seed": args.seed, "from": start}
+    if kind == "matrix":
+        labels = label_noise.draw_matrix(base.labels, read_matrix(args.matrix, classes), args.seed)
+        recipe |= {"matrix": args.matrix.name, "matrix_sha256": sha256_of(args.matrix)}
+    elif kind == "pair":
+        pairs = label_noise.preset_pairs(args.preset, classes) if args.preset else _pairs(args.pairs, manifest)
+        recipe["pairs"] = [list(pair) for pair in pairs.items()]
+        labels = label_noise.draw_pairs(base.labels, pairs, classes, args.rate, args.seed)
+        print("pairs: " + _pairs_text(pairs, manifest))
+    else:
+        draw = label_noise.draw_symmetric if kind == "symmetric" else label_noise.draw_exclusive
+        labels = draw(base.labels, classes, args.rate, args.seed)
+    changed, rate = int((labels != base.labels).sum()), label_noise.measured_rate(base.labels, labels)
+    recipe |= {"from_sha256": base.sha256, "changed": changed, "measured_rate": rate}
+    written = _store(args, manifest, args.name or _default_name(args, kind), labels, recipe)
+    known = int((labels != UNKNOWN).sum())
+    print(f"{written}: {changed:,} of {known:,} known labels differ from {start} ({rate:.2%})")
+
+
+def _check_noise_options(args: argparse.Namespace, kind: str) -> None:
+    """Each kind has options of its own; one that would be ignored is a mistake."""
+    needs = {"matrix": [("matrix",)], "pair": [("rate",), ("pairs", "preset")]}.get(kind, [("rate",)])
+    present = {option for option in ("rate", "matrix", "pairs", "preset") if getattr(args, option) is not None}
+    for options in needs:  # one of these each
+        if len(present.intersection(options)) != 1:
+            args.usage_error(f"{args.kind} noise needs " + " or ".join(f"--{option}" for option in options))
+    for option in present.difference(*needs):
+        args.usage_error(f"--{option} does not go with {args.kind} noise")
+
+
+def _pairs(text: str, manifest: Manifest) -> dict[int, int]:
+    reader, pairs = ClassReader(manifest.classes), dict[int, int]()
+    for pair in text.split(","):
+        where = f"--pairs {pair.strip()!r}"
+        source, colon, target = (part.strip() for part in pair.partition(":"))
+        if not colon:
+            raise DataError(f"{where}: expected FROM:TO; give classes with a comma or colon in their names by number")
+        number = reader.number(source, where)
+        if number in pairs:
+            raise DataError(f"{where}: class {source} has a pair already; use --matrix for several targets")
+        pairs[number] = reader.number(target, where)
+        if pairs[number] == number:
+            raise DataError(f"{where}: a class that becomes itself")
+    return pairs
+
+
+def _pairs_text(pairs: Mapping[int, int], manifest: Manifest) -> str:
+    shown = [f"{class_title(a, manifest.classes)} -> {class_title(b, manifest.classes)}" for a, b in pairs.items()]
+    return ", ".join(shown[:20]) + (f", and {len(shown) - 20} more" if len(shown) > 20 else "")
+
+
+def _default_name(args: argparse.Namespace, kind: str) -> str:
+    what = args.matrix.stem if kind == "matrix" else f"{args.rate:.12g}"
+    return f"{KINDS[kind]}-{what}-seed{args.seed}"
+
+
+def _store(args: argparse.Namespace, manifest: Manifest, name: str, labels: Labels, recipe: dict[str, Any]) -> str:
+    """Write the set, unless it would silently replace another; says what it did."""
+    _refuse_given(name, "the shards hold the same labels. Choose another name")
+    check_name(name)
+    if name in list_labels(args.folder) and not args.overwrite:
+        try:
+            there = read_labels(args.folder, manifest, name)
+        except DataError as error:
+            raise DataError(f"{error}; --overwrite replaces it") from None
+        if (there.labels != labels).any():
+            raise DataError(
+                f"{args.folder}: there is a label set {name!r} with other labels; choose another name, or --overwrite"
+            )
+        return f"{name} is there already, with the same labels"
+    write_labels(args.folder, manifest, name, labels, recipe)
+    return f"wrote {name}"
+
+
+def _list(args: argparse.Namespace, manifest: Manifest) -> None:
+    names = list_labels(args.folder)
+    clean = None
+    rows = [["name", "samples", "unknown", "wrong", "from"]]
+    for name in sorted(names, key=lambda name: (name != CLEAN, name)):  # clean first: the others are held against it
+        try:
+            found = read_labels(args.folder, manifest, name)
+        except DataError as error:
+            rows.append([name, "", "", "", f"DAMAGED: {error}"])
+            continue
+        if name == CLEAN:
+            clean = found.labels
+        wrong = "-" if clean is None else f"{label_noise.measured_rate(clean, found.labels):.2%}"
+        unknown = int((found.labels == UNKNOWN).sum())
+        rows.append([name, f"{len(found.labels):,}", f"{unknown:,}", wrong, _recipe_text(found.recipe)])
+    print("\n".join(align(rows, left=(0, 4))))
+    if clean is None:
+        print("\nwrong: not known, as there is no label set `clean`")
+
+
+def _recipe_text(recipe: Mapping[str, Any], width: int = 80) -> str:
+    if "kind" in recipe and "seed" in recipe:
+        what = recipe["matrix"] if recipe["kind"] == "matrix" else recipe["rate"]
+        return f"{recipe['kind']} noise, {what}, of {recipe['from']}, seed {recipe['seed']}"
+    text = ", ".join(f"{key} {value}" for key, value in recipe.items() if not key.endswith("sha256"))
+    return text if len(text) <= width else text[: width - 3] + "..."
+
+
+def _diff(args: argparse.Namespace, manifest: Manifest) -> None:
+    names, classes = (args.before, args.after), manifest.classes
+    before, after = (read_labels(args.folder, manifest, name).labels for name in names)
+    diff = compare_labels(before, after, len(classes))
+    print(diff_text(diff, names, classes))
+    if args.csv:
+        text = io.StringIO()
+        writer = csv.DictWriter(text, ("from", "from_name", "to", "to_name", "count"), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(diff_rows(diff, classes))
+        write_output(args.csv, text.getvalue().encode())
+    if args.json:
+        write_json(args.json, diff_record(diff, names, classes))
+
+
+def _remove(args: argparse.Namespace, manifest: Manifest) -> None:  # noqa: ARG001 - only a split has label sets
+    _refuse_given(args.name, "it belongs to the shards and stays")
+    if args.name not in list_labels(args.folder):
+        raise DataError(f"{args.folder}: no label set {args.name!r}; there is: {', '.join(list_labels(args.folder))}")
+    for suffix in (".json", ".npy"):  # as when one is replaced: never an array that another recipe seems to explain
+        (args.folder / FOLDER / (args.name + suffix)).unlink(missing_ok=True)
+    print(f"removed {args.name}")
+
+
+def _refuse_given(name: str, why: str) -> None:
+    if name == GIVEN:
+        raise DataError(f"label set {GIVEN!r} is what the data set came with: {why}")
+
+
+def _rate(text: str) -> float:
+    try:
+        rate = float(text)
+    except ValueError:
+        rate = -1.0
+    if not 0 <= rate <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to 1")
+    return rate
+
+
+def _seed(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) >= label_noise.SEEDS:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 to 2^64 - 1")
+    return int(text)

@@ -1,0 +1,130 @@
+"""A contact sheet: a grid of thumbnails with index and label, as a PNG that a person looks at."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from PIL import Image, ImageDraw, ImageFont
+
+from .errors import ImageError
+from .headers import FORMATS, read_header
+from .reencode import to_rgb
+
+_THUMB = 128
+_LINE = 15
+_CAPTION = 3 * _LINE + 6
+_GAP = 10
+_TITLE = 40
+_WIDTH_TO_HEIGHT = 1.6  # of the sheet, as far as the tiles allow
+_INK, _FAINT, _PAPER, _FRAME = "#202020", "#808080", "#ffffff", "#e4e4e4"
+_WRONG, _RIGHT = "#c62828", "#2e7d32"
+
+_PILLOW_NAMES = {"jpg": "JPEG"}  # otherwise the extension in capitals
+_UNDO_ORIENTATION = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One sample on the sheet."""
+
+    index: int
+    image: bytes | str  # encoded, or the reason why it cannot be read
+    label: str
+    clean: str | None = None  # the true class, if it is known and another
+
+
+def decode_upright(content: bytes, within: int | None = None) -> Image.Image:
+    """Decode in full, as RGB and upright; with `within`, shrunk to fit a square of that side. Else: ImageError."""
+    header = read_header(content)
+    formats = tuple(_PILLOW_NAMES.get(name, name.upper()) for name in FORMATS)  # and no other decoder of Pillow's
+    try:
+        with Image.open(io.BytesIO(content), formats=formats) as image:
+            if within is not None:
+                image.thumbnail((within, within))
+            rgb = to_rgb(image)
+    except (ImageError, MemoryError):
+        raise
+    except Exception as error:  # damaged bytes make a decoder raise nearly anything
+        raise ImageError(f"cannot be decoded: {error}") from None
+    # By our own reading of the header, which training shares; Pillow also believes XMP.
+    undo = _UNDO_ORIENTATION.get(header.orientation)
+    return rgb if undo is None else rgb.transpose(undo)
+
+
+def draw_sheet(tiles: Sequence[Tile], title: str) -> bytes:
+    """The sheet as PNG."""
+    cell_width, cell_height = _THUMB + _GAP, _THUMB + _CAPTION + _GAP
+    columns = max(1, min(len(tiles), round(math.sqrt(len(tiles) * _WIDTH_TO_HEIGHT * cell_height / cell_width))))
+    rows = math.ceil(len(tiles) / columns)
+    sheet = Image.new("RGB", (max(480, columns * cell_width + _GAP), rows * cell_height + _TITLE), _PAPER)
+    pen = _Pen(sheet)
+    pen.write((_GAP, 10), title, _INK, sheet.width - 2 * _GAP)
+    for number, tile in enumerate(tiles):
+        row, column = divmod(number, columns)
+        _draw_tile(sheet, pen, tile, _GAP + column * cell_width, _TITLE + row * cell_height)
+    buffer = io.BytesIO()
+    sheet.save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+class _Pen:
+    def __init__(self, sheet: Image.Image) -> None:
+        self.draw = ImageDraw.Draw(sheet)
+        self._font = ImageFont.load_default(12)
+
+    def write(self, at: tuple[int, int], text: str, colour: str, width: int) -> None:
+        """One line, cut to the width."""
+        shown = text
+        while shown and self._font.getlength(shown) > width:
+            shown = shown.removesuffix("...")[:-1].rstrip() + "..." if len(shown) > 4 else shown[:-1]
+        self.draw.text(at, shown, fill=colour, font=self._font)
+
+    def wrap(self, text: str, width: int, most: int) -> list[str]:
+        """Break into at most `most` lines at blanks."""
+        lines = [""]
+        for word in text.split():
+            longer = f"{lines[-1]} {word}".strip()
+            if self._font.getlength(longer) <= width or not lines[-1]:
+                lines[-1] = longer
+            else:
+                lines.append(word)
+        return lines[:most]
+
+
+def _draw_tile(sheet: Image.Image, pen: _Pen, tile: Tile, x: int, y: int) -> None:
+    try:
+        if isinstance(tile.image, str):
+            raise ImageError(tile.image)
+        thumb = decode_upright(tile.image, _THUMB)
+        if thumb.width * 2 <= _THUMB and thumb.height * 2 <= _THUMB:  # tiny ones would be hard to see
+            scale = _THUMB // max(thumb.size)
+            thumb = thumb.resize((thumb.width * scale, thumb.height * scale), Image.Resampling.NEAREST)
+        sheet.paste(thumb, (x + (_THUMB - thumb.width) // 2, y + (_THUMB - thumb.height) // 2))
+    except ImageError as reason:
+        _draw_broken(pen, str(reason), x, y)
+    pen.draw.rectangle((x - 1, y - 1, x + _THUMB, y + _THUMB), outline=_FRAME if tile.clean is None else _WRONG)
+    y += _THUMB + 3
+    pen.write((x, y), f"#{tile.index}", _FAINT, _THUMB)
+    pen.write((x, y + _LINE), tile.label, _INK if tile.clean is None else _WRONG, _THUMB)
+    if tile.clean is not None:
+        pen.write((x, y + 2 * _LINE), tile.clean, _RIGHT, _THUMB)
+
+
+def _draw_broken(pen: _Pen, reason: str, x: int, y: int) -> None:
+    """A crossed box with the reason."""
+    far_x, far_y = x + _THUMB - 1, y + _THUMB - 1
+    pen.draw.line((x, y, far_x, far_y), fill=_FRAME, width=2)
+    pen.draw.line((x, far_y, far_x, y), fill=_FRAME, width=2)
+    for number, line in enumerate(pen.wrap(reason, _THUMB - 8, most=_THUMB // _LINE - 1)):
+        pen.write((x + 4, y + 4 + number * _LINE), line, _WRONG, _THUMB - 8)

@@ -1,0 +1,110 @@
+"""The `cpu` decoder: threads that read, decode, crop and normalise. What they call lets go of Python's lock."""
+
+from __future__ import annotations
+
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ..errors import ImageError
+from ..recipes import Recipe
+from ..split import Split
+from .buffers import BufferPool
+from .images import decode_image
+from .pixels import Normalizer, Pixels, crop
+from .request import BadSample, Decoded, Encoded, Request, bad_sample, choose_boxes, read_sample
+
+_CHUNK = 8  # images a thread takes at a time: few enough to share a batch, enough to make NumPy calls worth it
+
+Bad = dict[int, BadSample]
+
+
+class CpuDecoder:
+    """See `request.Decoder`."""
+
+    def __init__(self, split: Split, recipe: Recipe, threads: int, max_pixels: int) -> None:
+        self._split = split
+        self._recipe = recipe
+        self._max_pixels = max_pixels
+        self._normalize = Normalizer(recipe.mean, recipe.std)
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="sopdist-decode")
+        self._buffers = BufferPool()
+        self._pending: deque[tuple[list[NDArray[Any]], list[Future[Bad]]]] = deque()
+
+    def submit(self, request: Request) -> None:
+        """Hand the batch to the threads, a few images each."""
+        count, side = len(request.index), self._recipe.size
+        views: list[NDArray[Any]] = [
+            self._buffers.take((count, side, side, 3), np.float32 if view == 0 else np.uint8)
+            for view in range(request.views)
+        ]
+        chunks = [slice(start, min(start + _CHUNK, count)) for start in range(0, count, _CHUNK)]
+        self._pending.append((views, [self._pool.submit(self._decode, request, chunk, views) for chunk in chunks]))
+
+    def collect(self) -> Decoded:
+        """Wait for the oldest batch."""
+        views, futures = self._pending.popleft()
+        bad: Bad = {}
+        for future in futures:
+            bad.update(future.result())
+        first, *others = (torch.from_numpy(view) for view in views)
+        return Decoded([first.permute(0, 3, 1, 2), *others], bad)  # (B, 3, S, S), channels last in memory
+
+    def discard(self) -> None:
+        """Cancel what has not begun; wait for the rest, which is short."""
+        for _, futures in self._pending:
+            for future in futures:
+                future.cancel()
+        while self._pending:
+            for future in self._pending.popleft()[1]:
+                if not future.cancelled():
+                    future.exception()
+
+    def close(self) -> None:
+        """Stop the threads."""
+        self.discard()
+        self._pool.shutdown()
+
+    def held_bytes(self) -> int:
+        """Buffers of batches; encoded images are held one at a time by each thread."""
+        return self._buffers.held_bytes()
+
+    def _decode(self, request: Request, chunk: slice, views: list[NDArray[Any]]) -> Bad:
+        """Fill the chunk's part of each view; returns the bad samples."""
+        bad: Bad = {}
+        good: list[tuple[int, Encoded]] = []
+        for place in range(chunk.start, chunk.stop):
+            sample = read_sample(self._split, int(request.index[place]), self._max_pixels)
+            if isinstance(sample, BadSample):
+                bad[place] = sample
+            else:
+                good.append((place, sample))
+        places = [place for place, _ in good]
+        boxes = choose_boxes(
+            self._recipe, [sample.header for _, sample in good], [numbers[places] for numbers in request.uniforms]
+        )
+        scratch = np.empty((self._recipe.size, self._recipe.size, 3), np.uint8)
+        for number, (place, sample) in enumerate(good):
+            try:
+                pixels = decode_image(*sample)
+            except ImageError as error:
+                bad[place] = bad_sample(self._split, int(request.index[place]), error)
+                continue
+            for view, (box, mirror) in zip(views, boxes, strict=True):
+                self._show(pixels, box[number], bool(mirror[number]), view[place], scratch)
+        for place in bad:
+            for view in views:
+                view[place] = 0
+        return bad
+
+    def _show(self, pixels: Pixels, box: NDArray[np.int32], mirror: bool, to: NDArray[Any], scratch: Pixels) -> None:
+        """One picture of a sample: as bytes, or normalised by way of `scratch`."""
+        if to.dtype == np.uint8:
+            crop(pixels, box, mirror, to)
+        else:
+            crop(pixels, box, mirror, scratch)
+            self._normalize(scratch, to)

@@ -1,0 +1,113 @@
+"""DALI's graph: decode a box of each image, resize it to a square, mirror, normalise. The only file that knows DALI.
+
+On a machine without a GPU everything runs on the CPU. With one (`device` is its number) JPEGs are decoded partly on the
+GPU ("mixed") and the rest follows there; that was written after the documentation and has not run on hardware yet.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import DataError
+from ..recipes import Recipe
+
+ENCODED = "encoded"
+BLACK = np.zeros((1, 1, 3), np.uint8)  # the smallest image
+
+Pipeline = Any  # nvidia.dali.Pipeline: DALI has no types
+
+
+def build_pipeline(recipe: Recipe, batch: int, views: int, threads: int, depth: int, device: int | None) -> Pipeline:
+    """A pipeline whose inputs are `ENCODED` and those that `feed` names, and whose outputs are the views, (B, S, S, 3).
+
+    The first view is normalised float32; a second one is bytes, for the policy to work on.
+    """
+    try:
+        from nvidia.dali import fn, pipeline_def, types
+    except ImportError as error:
+        raise DataError(f"data.backend = dali: DALI cannot be imported ({error}); use backend cpu") from None
+    decode_on, work_on = ("cpu", "cpu") if device is None else ("mixed", "gpu")
+
+    @pipeline_def(
+        batch_size=batch, num_threads=threads, device_id=device, prefetch_queue_depth=depth,
+        exec_async=True, exec_pipelined=True,
+    )  # fmt: skip
+    def graph() -> tuple[Any, ...]:
+        encoded = fn.external_source(name=ENCODED, dtype=types.UINT8, ndim=1)
+        boxes = [
+            {
+                name: fn.external_source(name=f"{name}{view}", dtype=types.INT32, ndim=ndim)
+                for name, ndim in (("anchor", 1), ("shape", 1), ("mirror", 0))
+            }
+            for view in range(views)
+        ]
+        whole_image = views > 1 or recipe.crop == "shift"
+        if whole_image:
+            image = fn.decoders.image(encoded, device=decode_on, output_type=types.RGB, adjust_orientation=False)
+        outputs = []
+        for view, box in enumerate(boxes):
+            if whole_image:
+                part = fn.slice(
+                    image, box["anchor"], box["shape"], axis_names="WH", normalized_anchor=False,
+                    normalized_shape=False, out_of_bounds_policy="pad", fill_values=0,
+                )  # fmt: skip
+            else:  # decode no more than is needed
+                part = fn.decoders.image_slice(
+                    encoded, box["anchor"], box["shape"], axis_names="WH", normalized_anchor=False,
+                    normalized_shape=False, device=decode_on, output_type=types.RGB, adjust_orientation=False,
+                )  # fmt: skip
+            part = fn.resize(part, size=(recipe.size, recipe.size), interp_type=types.INTERP_LINEAR, antialias=True)
+            if view == 0:
+                outputs.append(
+                    fn.crop_mirror_normalize(
+                        part,
+                        device=work_on,
+                        mirror=box["mirror"],
+                        dtype=types.FLOAT,
+                        output_layout="HWC",
+                        mean=[255 * mean for mean in recipe.mean],
+                        std=[255 * std for std in recipe.std],
+                    )
+                )
+            else:
+                outputs.append(fn.flip(part, device=work_on, horizontal=box["mirror"]))
+        return tuple(outputs)
+
+    pipeline = graph()
+    pipeline.build()
+    _warm_up(pipeline, views, depth)
+    return pipeline
+
+
+def _warm_up(pipeline: Pipeline, views: int, depth: int) -> None:
+    """The first schedule_run() starts `depth` batches at once, each later one a single batch. Get that behind us."""
+    boxes = [(np.array([[0, 0, 1, 1]], np.int32), np.array([False]))] * views
+    for _ in range(depth):
+        feed(pipeline, [np.frombuffer(ppm(BLACK), np.uint8)], boxes)
+    pipeline.schedule_run()
+    for _ in range(depth):
+        pipeline.share_outputs()
+        pipeline.release_outputs()
+
+
+def feed(
+    pipeline: Pipeline,
+    encoded: list[NDArray[np.uint8]],
+    boxes: list[tuple[NDArray[np.int32], NDArray[np.bool_]]],
+    part: slice = slice(None),
+) -> None:
+    """Hand a part of a batch to the pipeline: the images, and for each view what to cut out of them."""
+    pipeline.feed_input(ENCODED, encoded[part])
+    for view, (box, mirror) in enumerate(boxes):
+        pipeline.feed_input(f"anchor{view}", np.ascontiguousarray(box[part, :2]))
+        pipeline.feed_input(f"shape{view}", np.ascontiguousarray(box[part, 2:]))
+        pipeline.feed_input(f"mirror{view}", mirror[part].astype(np.int32))
+
+
+def ppm(pixels: NDArray[np.uint8]) -> bytes:
+    """Pixels as a file that DALI reads, without compression."""
+    height, width, _ = pixels.shape
+    return b"P6 %d %d 255\n" % (width, height) + pixels.tobytes()

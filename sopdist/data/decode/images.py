@@ -1,0 +1,76 @@
+"""From an encoded image to upright RGB pixels, whatever its format. Decoders of ordinary files agree to the bit here:
+simplejpeg, Pillow and DALI all rest on libjpeg-turbo with its accurate transform, libpng and libwebp."""
+
+from __future__ import annotations
+
+import functools
+import io
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from ..errors import ImageError
+from ..headers import JPEG, ImageHeader
+from .pixels import Pixels
+
+# EXIF orientation -> what undoes it. Arrays are (height, width, 3).
+_UPRIGHT: dict[int, Callable[[Pixels], Pixels]] = {
+    2: lambda pixels: pixels[:, ::-1],
+    3: lambda pixels: pixels[::-1, ::-1],
+    4: lambda pixels: pixels[::-1],
+    5: lambda pixels: pixels.swapaxes(0, 1),
+    6: lambda pixels: pixels.swapaxes(0, 1)[:, ::-1],
+    7: lambda pixels: pixels.swapaxes(0, 1)[::-1, ::-1],
+    8: lambda pixels: pixels.swapaxes(0, 1)[::-1],
+}
+
+
+def decode_image(data: bytes, header: ImageHeader) -> Pixels:
+    """Decode to (height, width, 3) bytes of RGB, upright. Grey and palette images become RGB, transparency is dropped,
+    of an animation the first frame is taken, 16 bits become 8."""
+    jpeg = _jpeg_decoder() if header.format == JPEG and header.plain else None
+    pixels = _decode_with_pillow(data, header) if jpeg is None else jpeg(data)
+    if header.orientation in _UPRIGHT:
+        pixels = _UPRIGHT[header.orientation](pixels)
+    if pixels.shape != (header.height, header.width, 3):
+        raise ImageError(
+            f"decoded to {pixels.shape[1]} x {pixels.shape[0]}, its header says {header.width} x {header.height}"
+        )
+    return np.ascontiguousarray(pixels)
+
+
+@functools.cache
+def _jpeg_decoder() -> Callable[[bytes], Pixels] | None:
+    """The fast way for JPEG, if simplejpeg is installed."""
+    try:
+        import simplejpeg
+    except ImportError:
+        return None
+
+    def decode(data: bytes) -> Pixels:
+        try:
+            # The exact options cost nothing and give Pillow's and DALI's bits. Not strict: stray bytes between
+            # segments, which many cameras write, are no reason to lose an image; cut-off ones were refused before.
+            pixels: Pixels = simplejpeg.decode_jpeg(data, "RGB", fastdct=False, fastupsample=False, strict=False)
+        except ValueError as error:
+            raise ImageError(f"damaged JPEG: {error}") from None
+        return pixels
+
+    return decode
+
+
+def _decode_with_pillow(data: bytes, header: ImageHeader) -> Pixels:
+    try:
+        # The header has been checked against our own limit of pixels already.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+            image: Any = Image.open(io.BytesIO(data), formats=("JPEG", "PNG", "WEBP"))
+            image.load()
+        if image.mode.startswith("I"):  # 16 bits a pixel, which convert() would cut off at 255 instead of scaling
+            return np.repeat((np.asarray(image) >> 8).astype(np.uint8)[..., None], 3, axis=2)
+        return np.asarray(image.convert("RGB"))
+    except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
+        raise ImageError(f"damaged {header.format.upper()}: {error}") from None

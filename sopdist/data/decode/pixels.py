@@ -1,0 +1,103 @@
+"""Crop, resize, mirror, normalise: on the CPU, for one image, by `pixels.c`; by Pillow and NumPy, to the same bits,
+where no C compiler was at hand."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.util
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor
+
+Pixels = NDArray[np.uint8]  # (height, width, 3)
+
+_P, _INT = ctypes.c_void_p, ctypes.c_int
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    spec = importlib.util.find_spec("sopdist.data.decode._pixels")
+    if spec is None or spec.origin is None:
+        return None
+    library = ctypes.CDLL(spec.origin)
+    library.sopdist_crop.argtypes = [_P, *(_INT,) * 8, _P]
+    library.sopdist_crop.restype = _INT
+    library.sopdist_normalize.argtypes = [_P, _P, ctypes.c_int64, _P, _P]
+    library.sopdist_normalize.restype = None
+    return library
+
+
+def is_built() -> bool:
+    """Whether `pixels.c` was compiled when the package was installed."""
+    return _library() is not None
+
+
+def crop(image: Pixels, box: NDArray[np.int32], mirror: bool, to: Pixels) -> None:
+    """Write the box (x, y, width, height) of `image` to `to`, (side, side, 3); beyond the image all is black."""
+    library = _library()
+    if library is None:
+        crop_with_pillow(image, box, mirror, to)
+        return
+    image = np.ascontiguousarray(image)
+    height, width, _ = image.shape
+    x, y, box_width, box_height = box.tolist()
+    if box_width < 1 or box_height < 1 or to.dtype != np.uint8 or not to.flags.c_contiguous:
+        raise ValueError(f"box {box.tolist()} into {to.dtype} {to.shape}")
+    if not library.sopdist_crop(
+        image.ctypes.data, height, width, x, y, box_width, box_height, mirror, len(to), to.ctypes.data
+    ):
+        raise MemoryError("no memory to resize an image")
+
+
+def crop_with_pillow(image: Pixels, box: NDArray[np.int32], mirror: bool, to: Pixels) -> None:
+    """The same with Pillow."""
+    x, y, width, height = box.tolist()
+    cut = Image.fromarray(image).crop((x, y, x + width, y + height))
+    # One axis at a time, because Pillow's own choice of which comes first, which shows in the bits, varies by version.
+    for axis in (0, 1) if height > len(to) else (1, 0):
+        cut = _resize_axis(cut, axis, len(to))
+    pixels = np.asarray(cut)
+    to[:] = pixels[:, ::-1] if mirror else pixels
+
+
+def _resize_axis(image: Image.Image, axis: int, side: int) -> Image.Image:
+    """Resize rows (axis 0) or columns (1), as if the image went on beyond its edges with the pixels there."""
+    length = image.size[1 - axis]
+    if length == side:
+        return image
+    margin = int(max(1.0, length / side)) + 2
+    around = [(margin, margin) if a == axis else (0, 0) for a in range(3)]
+    wider = Image.fromarray(np.pad(np.asarray(image), around, mode="edge"))
+    if axis == 0:
+        return wider.resize((image.width, side), Image.Resampling.BILINEAR, (0, margin, image.width, margin + length))
+    return wider.resize((side, image.height), Image.Resampling.BILINEAR, (margin, 0, margin + length, image.height))
+
+
+class Normalizer:
+    """(pixel - 255 mean) / (255 std), in float32; the same operations in the same order wherever it runs."""
+
+    def __init__(self, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
+        self.mean = np.array(mean, dtype=np.float64).astype(np.float32) * np.float32(255)
+        self.scale = (1 / (np.array(std, dtype=np.float64) * 255)).astype(np.float32)
+
+    def __call__(self, pixels: Pixels, to: NDArray[np.float32]) -> None:
+        """Write the normalised pixels, (..., 3), to `to` of the same shape."""
+        library = _library()
+        if library is None:
+            np.subtract(pixels, self.mean, out=to)
+            to *= self.scale
+            return
+        if not (pixels.flags.c_contiguous and to.flags.c_contiguous and pixels.shape == to.shape):
+            raise ValueError(f"{pixels.shape} into {to.shape}: both must be contiguous and alike")
+        library.sopdist_normalize(
+            pixels.ctypes.data, to.ctypes.data, pixels.size // 3, self.mean.ctypes.data, self.scale.ctypes.data
+        )
+
+    def tensor(self, pixels: Tensor) -> Tensor:
+        """The same for a tensor on any device."""
+        mean, scale = (torch.from_numpy(numbers).to(pixels.device) for numbers in (self.mean, self.scale))
+        return (pixels - mean) * scale

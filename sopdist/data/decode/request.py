@@ -1,0 +1,96 @@
+"""What goes into a decoder and what comes out of it; and the reading of encoded samples, which both decoders share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..errors import DataError
+from ..headers import ImageHeader, read_header
+from ..recipes import Boxes, Recipe
+from ..split import Split
+
+
+@dataclass(frozen=True)
+class Request:
+    """A batch to be decoded."""
+
+    index: NDArray[np.int64]  # (B,)
+    uniforms: tuple[NDArray[np.float64], ...]  # (B, 8) for each view; none: the single view of an evaluation
+
+    @property
+    def views(self) -> int:
+        """How many pictures of each sample are wanted."""
+        return max(1, len(self.uniforms))
+
+
+@dataclass(frozen=True)
+class BadSample:
+    """A sample that cannot be used."""
+
+    index: int
+    where: str  # shard, key and index
+    reason: str
+
+
+class Encoded(NamedTuple):
+    """A sample as it is in its shard, with its header, checked."""
+
+    data: bytes
+    header: ImageHeader
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """A decoded batch. The picture of a bad sample is all 0."""
+
+    views: list[Tensor]  # the first is float32 (B, 3, size, size), normalised; a second uint8 (B, size, size, 3)
+    bad: dict[int, BadSample]  # by position in the batch
+
+
+class Decoder(Protocol):
+    """Decodes batches in the order in which they are submitted, working ahead in the background."""
+
+    def submit(self, request: Request) -> None:
+        """Start on a batch."""
+
+    def collect(self) -> Decoded:
+        """Wait for the oldest batch that was submitted."""
+
+    def discard(self) -> None:
+        """Forget the batches that were submitted and not collected."""
+
+    def close(self) -> None:
+        """Stop all threads."""
+
+    def held_bytes(self) -> int:
+        """Memory held for batches: encoded ones under way and the buffers of decoded ones."""
+
+
+def read_sample(split: Split, index: int, max_pixels: int) -> Encoded | BadSample:
+    """Read a sample and its image header."""
+    try:
+        data = split.image(index)
+        return Encoded(data, read_header(data, max_pixels))
+    except (DataError, OSError) as error:
+        return bad_sample(split, index, error)
+
+
+def bad_sample(split: Split, index: int, error: Exception) -> BadSample:
+    """A record of what is wrong with which sample."""
+    return BadSample(index, split.where(index), str(error))
+
+
+def choose_boxes(
+    recipe: Recipe, headers: Sequence[ImageHeader], uniforms: Sequence[NDArray[np.float64]]
+) -> list[tuple[Boxes, NDArray[np.bool_]]]:
+    """Boxes and mirroring for each view; without random numbers, those of evaluation."""
+    width, height = np.array([(header.width, header.height) for header in headers], np.int64).reshape(-1, 2).T
+    if not uniforms:
+        return [(recipe.evaluation_boxes(width, height), np.zeros(len(headers), dtype=bool))]
+    return [recipe.training_boxes(width, height, numbers) for numbers in uniforms]

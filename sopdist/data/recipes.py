@@ -1,0 +1,95 @@
+"""Recipes: what is cut out of an image, for training and for evaluation, and how pixels are scaled.
+
+A recipe knows geometry only. It turns image sizes and random numbers into boxes, whole pixels of the source image,
+which either decoder cuts out and resizes to `size` x `size`. "Resize to 256, then crop 224" is the box of
+224/256 of the short side.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .errors import DataError
+
+Boxes = NDArray[np.int32]  # (B, 4): x, y, width, height
+Sides = NDArray[np.int64]  # (B,): widths or heights
+
+_IMAGENET_MEAN, _IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a sample is shown to the network."""
+
+    size: int  # side of the square that the network sees
+    crop: Literal["shift", "window", "area"]
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+    flip: bool = True  # mirror half of the training images
+    padding: int = 0  # shift: by up to so many pixels, black where the image ends
+    resize: int = 0  # window, and evaluation of area: the short side of which `size` is cut out
+    area: tuple[float, float] = (0.08, 1.0)  # area: share of the image
+    aspect: tuple[float, float] = (3 / 4, 4 / 3)  # area: width over height
+    grey: bool = False  # one channel instead of three, for images that are grey
+
+    def training_boxes(
+        self, width: Sides, height: Sides, uniforms: NDArray[np.float64]
+    ) -> tuple[Boxes, NDArray[np.bool_]]:
+        """The boxes, and whether to mirror. `uniforms`, (B, 5 or more): place in x, in y, mirror, area, aspect."""
+        at_x, at_y, mirror, area, aspect = uniforms.T[:5]
+        if self.crop == "shift":
+            x, y = (np.floor(at * (2 * self.padding + 1)) - self.padding for at in (at_x, at_y))
+            box_width, box_height = width, height
+        else:
+            box_width, box_height = self._window(width, height)
+            if self.crop == "area":
+                box_width, box_height = self._random_area(width, height, area, aspect)
+            x, y = np.floor(at_x * (width - box_width + 1)), np.floor(at_y * (height - box_height + 1))
+        boxes = np.stack([x, y, box_width, box_height], axis=1).astype(np.int32)  # (B, 4)
+        return boxes, (mirror < 0.5) & self.flip
+
+    def evaluation_boxes(self, width: Sides, height: Sides) -> Boxes:
+        """The central box."""
+        box_width, box_height = (width, height) if self.crop == "shift" else self._window(width, height)
+        boxes = [(width - box_width) // 2, (height - box_height) // 2, box_width, box_height]
+        return np.stack(boxes, axis=1).astype(np.int32)
+
+    def _window(self, width: Sides, height: Sides) -> tuple[Sides, Sides]:
+        """A square of size/resize of the short side."""
+        short = np.minimum(width, height)
+        side = np.clip(np.rint(short * (self.size / self.resize)).astype(np.int64), 1, short)
+        return side, side
+
+    def _random_area(
+        self, width: Sides, height: Sides, area: NDArray[np.float64], aspect: NDArray[np.float64]
+    ) -> tuple[Sides, Sides]:
+        """Area uniform, aspect ratio log-uniform; a side that would not fit is cut to fit, instead of drawing again."""
+        low, high = self.area
+        target = width * height * (low + area * (high - low))
+        low, high = np.log2(self.aspect)
+        ratio = np.exp2(low + aspect * (high - low))
+        box_width = np.clip(np.rint(np.sqrt(target * ratio)).astype(np.int64), 1, width)
+        box_height = np.clip(np.rint(np.sqrt(target / ratio)).astype(np.int64), 1, height)
+        return box_width, box_height
+
+
+def find_recipe(name: str) -> Recipe:
+    """A recipe by name."""
+    if name not in RECIPES:
+        raise DataError(f"data.recipe = {name!r}: no such recipe; there is {', '.join(RECIPES)}")
+    return RECIPES[name]
+
+
+RECIPES = {
+    "cifar10": Recipe(32, "shift", (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010), padding=4),
+    "cifar100": Recipe(32, "shift", (0.5071, 0.4867, 0.4408), (0.2675, 0.2565, 0.2761), padding=4),
+    "clothing1m": Recipe(224, "window", (0.6959, 0.6537, 0.6371), (0.3113, 0.3192, 0.3214), resize=256),
+    "webvision": Recipe(227, "window", _IMAGENET_MEAN, _IMAGENET_STD, resize=256),
+    "imagenet": Recipe(224, "area", _IMAGENET_MEAN, _IMAGENET_STD, resize=256),
+    "fashion-mnist": Recipe(28, "shift", (0.2860,) * 3, (0.3530,) * 3, flip=False, grey=True),
+    "digits": Recipe(8, "shift", (0.3053,) * 3, (0.3759,) * 3, flip=False, grey=True),
+}

@@ -1,0 +1,601 @@
+"""A split at a remote address, behind a bounded cache on a local disk that is filled ahead.
+
+How far ahead: a shard that was announced (`expect`) and not yet handed out (`folder_of`) is *expected*. Expected shards
+are downloaded in order until they fill this process's part of the limit (the limit over the processes that fetch ahead
+into the same cache); each hand-out makes room for the next one. A shard that was handed out stays for as long as its
+room is not needed, and goes in the order of last use. Whoever still has it open reads on: POSIX keeps an open file.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import io
+import json
+import os
+import re
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import IO, TypeVar
+
+from ..files import PART_SUFFIX, sha256_of
+from .errors import DataError
+from .labels import FOLDER as LABELS
+from .labels import LabelSet, check_name, parse_labels
+from .manifest import MANIFEST, Manifest, ShardInfo, parse_manifest
+from .shards import parse_index
+from .store import LocalStore, Store
+from .transfer import PIPE, ClosedError, MissingError, Transfer, log, without_secrets
+
+MOST_BY_DEFAULT = 100 << 30
+_MOST_AHEAD = 128  # shards held ready: each is an open file
+_GRACE = 1.0  # seconds after its last use in which a file stays, so that whoever was told of it can open it
+_POLL = 0.1  # seconds between two looks at what other processes do, when a shard is waited for
+_IDLE = 0.5  # the same, when none is
+_SPLIT_FOLDER = re.compile(r"[0-9a-f]{16}")
+_SUFFIXES = (".tar", ".idx", ".npy", ".json", PART_SUFFIX)
+
+T = TypeVar("T")
+
+
+class _NoRoomError(Exception):
+    """The cache is full of files that must stay."""
+
+
+@dataclass
+class _Entry:
+    """Files that go together: a shard and its index, a label set and its description."""
+
+    paths: list[Path] = field(default_factory=list)
+    bytes: int = 0
+    last_use: float = 0.0
+    arriving: bool = False
+
+
+class _Cache:
+    """A folder of files that many processes share, never of more bytes than the limit.
+
+    It changes only under its lock (`changing`). A file has its name once it is whole. Before, it is NAME.part: locked
+    by whoever writes it, and from the start as long as it is going to be, so that sizes in the folder are also
+    reservations. Whoever needs a file to stay holds a shared lock on it. All locks end with their process, so a .part
+    without one was left by a process that died.
+    """
+
+    def __init__(self, folder: Path, limit: int) -> None:
+        self.folder, self.limit = folder, limit
+        self.evictions = 0
+        self._warned = False
+        try:
+            with self.changing():
+                self.survey()
+        except OSError as error:
+            raise DataError(f"{folder}: cannot be a cache: {error.strerror}; choose another folder") from None
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Be the only one, of all threads and processes, that looks at the folder or changes it. Never for long."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        lock = os.open(self.folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+        finally:
+            _release(lock)
+
+    # The methods from here to `fetching` are called under `changing`.
+
+    def survey(self) -> dict[Path, _Entry]:
+        """What is there, by path without suffix. Clears away what dead processes left."""
+        entries: dict[Path, _Entry] = {}
+        # Other folders and files are not ours: neither counted nor touched.
+        splits = [folder for folder in self.folder.iterdir() if _SPLIT_FOLDER.fullmatch(folder.name)]
+        folders = [folder for split in splits for folder in (split, split / LABELS) if folder.is_dir()]
+        for path in (path for folder in folders for path in folder.iterdir() if path.suffix in _SUFFIXES):
+            arriving = path.suffix == PART_SUFFIX
+            if arriving and _is_free(path):
+                path.unlink(missing_ok=True)
+            with suppress(FileNotFoundError):
+                found = path.stat()
+                whole = path.with_suffix("") if arriving else path
+                entry = entries.setdefault(whole.with_suffix(""), _Entry())
+                entry.paths.append(path)
+                entry.bytes += found.st_size
+                entry.last_use = max(entry.last_use, found.st_mtime)
+                entry.arriving |= arriving
+        return entries
+
+    def make_room(self, entries: dict[Path, _Entry], most: int, expendable: Sequence[Path] | None) -> int:
+        """Evict until no more than `most` bytes are left, as far as possible; returns how many are left.
+
+        What nobody holds goes, by last use. If somebody is waiting, `expendable` (in order) goes next, and last what
+        other processes hold: the newest first, since they fetch in the order in which they will need it.
+        """
+        left = sum(entry.bytes for entry in entries.values())
+        now = time.time()
+        settled = {path: entry for path, entry in entries.items() if not 0 <= now - entry.last_use < _GRACE}
+        by_age = sorted(settled.values(), key=lambda entry: entry.last_use)
+        for entry in by_age:
+            if left > most and all(map(_is_free, entry.paths)):
+                left -= self._evict(entry)
+        if left <= most or expendable is None:
+            return left
+        self._warn_once(self.limit + left - most)
+        own = [settled[path.with_suffix("")] for path in expendable if path.with_suffix("") in settled]
+        for entry in (*own, *reversed(by_age)):
+            if left > most and entry.bytes and not entry.arriving:
+                left -= self._evict(entry)
+        return left
+
+    def _warn_once(self, needed: int) -> None:
+        if not self._warned:
+            log.warning(
+                "%s: the limit of %s bytes is too small for what is read at once, so shards are dropped before their "
+                "use and fetched again; allow %s bytes", self.folder, f"{self.limit:,}", f"{needed:,}",
+            )  # fmt: skip
+        self._warned = True
+
+    def _evict(self, entry: _Entry) -> int:
+        for path in sorted(entry.paths, reverse=True):  # the .tar first: without it, the shard counts as gone
+            path.unlink(missing_ok=True)
+        self.evictions += 1
+        freed, entry.bytes = entry.bytes, 0
+        return freed
+
+    def begin(self, path: Path, size: int, expendable: Sequence[Path] | None) -> io.FileIO | None:
+        """Make room for `path` and open it for writing; None if somebody is writing it already."""
+        part = path.with_name(path.name + PART_SUFFIX)
+        entries = self.survey()
+        if part.exists():
+            return None
+        if self.make_room(entries, self.limit - size, expendable) + size > self.limit:
+            raise _NoRoomError
+        part.parent.mkdir(parents=True, exist_ok=True)
+        file = io.FileIO(part, "x")  # no buffer: a full disk is told of at once
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.truncate(size)
+        return file
+
+    def hold(self, path: Path, size: int) -> int | None:
+        """Keep a whole file from being evicted: a descriptor to be released, or None if it is not there."""
+        try:
+            held = os.open(path, os.O_RDONLY)
+        except FileNotFoundError:
+            return None
+        fcntl.flock(held, fcntl.LOCK_SH)
+        if os.fstat(held).st_size == size:
+            return held
+        _release(held)
+        return None
+
+    def fetching(self) -> int:
+        """How many stores fetch ahead into this cache."""
+        signs = list(self.folder.glob("fetching-*"))
+        for sign in (dead := [sign for sign in signs if _is_free(sign)]):
+            sign.unlink(missing_ok=True)
+        return len(signs) - len(dead)
+
+    def announce(self) -> IO[bytes]:
+        """Count in `fetching` until the result is closed."""
+        with self.changing():
+            sign = tempfile.NamedTemporaryFile(dir=self.folder, prefix="fetching-")  # noqa: SIM115 - closed by close()
+            fcntl.flock(sign, fcntl.LOCK_EX)
+            return sign
+
+    def complete(self, file: io.FileIO, path: Path, write: Callable[[io.FileIO], None]) -> int:
+        """Let `write` fill what `begin` opened, then give it its name; returns it held."""
+        try:
+            write(file)
+            os.fsync(file.fileno())
+            with self.changing():
+                os.replace(str(file.name), path)
+                fcntl.flock(file, fcntl.LOCK_SH)
+                return os.dup(file.fileno())  # the lock goes with it
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(str(file.name))
+            raise
+        finally:
+            file.close()
+
+    def use(self, held: int, paths: Sequence[Path]) -> bool:
+        """Note that these files are in use now; False if one was evicted although it was held."""
+        with self.changing(), suppress(FileNotFoundError):
+            for path in paths:
+                os.utime(path)
+            return os.fstat(held).st_nlink > 0
+        return False
+
+
+def _release(held: int) -> None:
+    """Unlock and close. Unlocking is explicit because a forked child may have the descriptor, too."""
+    fcntl.flock(held, fcntl.LOCK_UN)
+    os.close(held)
+
+
+def _is_free(path: Path) -> bool:
+    """Does nobody lock it?"""
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return True
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(descriptor)
+
+
+class RemoteStore:
+    """A store (store.py) whose files are at a URL or come from a command (`pipe:`).
+
+    Threads may share it, and processes its cache, which must be on a local disk. It does not survive a fork.
+    """
+
+    def __init__(
+        self, root: str, cache: Path, limit_bytes: int, parallel: int = 4, retries: int = 5, backoff: float = 1.0
+    ) -> None:
+        self._stop = threading.Event()
+        self._transfer = Transfer(root, self._stop, retries, backoff)
+        self.root = self._transfer.root  # without secrets
+        self._cache = _Cache(cache, limit_bytes)
+        self._parallel = parallel
+        self._process = os.getpid()
+        self._manifest: Manifest | None = None
+        self._manifest_lock = threading.Lock()
+        self._turn = threading.Lock()  # workers choose one after the other, so that downloads begin in order
+        self._changed = threading.Condition()  # guards what follows
+        self._expected: dict[str, ShardInfo] = {}  # in order
+        self._ready: dict[str, int] = {}  # expected and in the cache, with its hold
+        self._busy: set[str] = set()  # some thread sees to it
+        self._failed: set[str] = set()  # not tried again until somebody asks
+        self._workers: list[threading.Thread] = []
+        self._sign: IO[bytes] | None = None
+        self._hits, self._waited = 0, 0.0
+
+    def manifest(self) -> Manifest:
+        """Fetched once."""
+        self._check_usable()
+        with self._manifest_lock:
+            if self._manifest is None:
+                where = self._transfer.address(MANIFEST)
+                content, manifest = self._fetch_checked(MANIFEST, lambda content: parse_manifest(content, where))
+                self._check_limit(max(shard.bytes for shard in manifest.shards))
+                self._keep(self._folder_for(manifest) / MANIFEST, content)
+                self._manifest = manifest
+            return self._manifest
+
+    def labels(self, manifest: Manifest, name: str) -> LabelSet:
+        """Fetched, unless the cache has the version that the remote description names."""
+        self._check_usable()
+        check_name(name)
+        array_name, about_name = f"{LABELS}/{name}.npy", f"{LABELS}/{name}.json"
+        cached = self._folder_for(manifest) / array_name
+
+        def parse(about_content: bytes) -> LabelSet:
+            try:
+                about = json.loads(about_content)
+            except ValueError:
+                about = None  # parse_labels has the words for that
+            where = self._transfer.address(array_name)
+            if cached.exists() and isinstance(about, dict) and sha256_of(cached) == about.get("sha256"):
+                return parse_labels(about, cached.read_bytes(), manifest, name, where)
+            content = self._transfer.fetch_bytes(array_name)
+            labels = parse_labels(about, content, manifest, name, where)
+            self._keep(cached, content)
+            return labels
+
+        try:
+            about_content, labels = self._fetch_checked(about_name, parse)
+        except MissingError:
+            known = ", ".join(self.list_labels()) or "unknown, as this address cannot be listed"
+            raise DataError(f"{self.root}: no label set {name!r}; there is: {known}") from None
+        self._keep(self._folder_for(manifest) / about_name, about_content)
+        return labels
+
+    def list_labels(self) -> list[str]:
+        """Where the address can be listed; otherwise none, though `labels` may find them by name."""
+        names = []
+        for file in self._transfer.list_names(LABELS):
+            with suppress(DataError):
+                check_name(file)
+                names += [file.removesuffix(".npy")] if file.endswith(".npy") else []
+        return names
+
+    def expect(self, coming: Sequence[ShardInfo]) -> None:
+        """Fetch these ahead, in this order."""
+        self.manifest()
+        with self._changed:
+            self._check_usable()
+            self._expected = {info.name: info for info in coming}
+            self._failed.clear()
+            for name in self._ready.keys() - self._expected.keys():
+                _release(self._ready.pop(name))
+            self._changed.notify_all()
+            if coming and not self._workers:
+                self._sign = self._cache.announce()
+                for number in range(self._parallel):
+                    worker = threading.Thread(target=self._work, name=f"sopdist-fetch-{number}", daemon=True)
+                    worker.start()
+                    self._workers.append(worker)
+
+    def folder_of(self, info: ShardInfo) -> Path:
+        """The cache's folder of this split, once it has the shard."""
+        started = time.perf_counter()
+        folder = self._folder_for(self.manifest())
+        hit, used = True, False
+        while not used:
+            with self._changed:
+                while info.name in self._busy and not self._stop.is_set():
+                    hit = False
+                    self._changed.wait()
+                self._check_usable()
+                held = self._ready.pop(info.name, None)
+                if held is None:
+                    self._busy.add(info.name)
+            if held is None:
+                try:
+                    claim = self._claim_soon(info)
+                    hit &= isinstance(claim, int)
+                    held = self._fill(info, claim)
+                finally:
+                    self._no_longer_busy(info)
+            try:
+                used = self._cache.use(held, [folder / info.name, folder / info.index_name])
+            finally:
+                _release(held)
+        with self._changed:
+            self._expected.pop(info.name, None)
+            self._hits += hit
+            self._waited += time.perf_counter() - started
+            self._changed.notify_all()
+        return folder
+
+    def stats(self) -> dict[str, float]:
+        """What it took so far; `hits` are shards that were there when they were asked for."""
+        return {
+            "downloaded_bytes": self._transfer.received,
+            "retries": self._transfer.retried,
+            "evictions": self._cache.evictions,
+            "hits": self._hits,
+            "waited_seconds": self._waited,
+        }
+
+    def close(self) -> None:
+        """Stop all downloads, at once."""
+        with self._changed:
+            self._stop.set()
+            self._changed.notify_all()
+        for worker in self._workers:
+            worker.join(timeout=10)
+            if worker.is_alive():  # a file system that cannot be interrupted
+                log.warning("%s: a download does not end; it is left behind", self.root)
+        with self._changed:
+            while self._ready:
+                _release(self._ready.popitem()[1])
+            if self._sign is not None:
+                self._sign.close()
+
+    def _work(self) -> None:
+        """Fetch ahead, until closed."""
+        while True:
+            info, held = None, None
+            try:
+                with self._turn:
+                    info, claim = self._claim_next()
+                held = self._fill(info, claim)
+            except ClosedError:
+                return
+            except Exception as error:  # nobody waits for it yet; whoever will tries again and gets the error
+                log.warning("fetching ahead failed: %s", without_secrets(str(error)))
+                with self._changed:
+                    self._failed |= {info.name} if info else set()
+                self._stop.wait(_IDLE)
+            finally:
+                if info:
+                    self._no_longer_busy(info, held)
+
+    def _claim_next(self) -> tuple[ShardInfo, int | io.FileIO]:
+        """Wait for the next expected shard that there is room for, and claim it."""
+        while True:
+            with self._cache.changing():
+                budget = self._cache.limit // max(self._cache.fetching(), 1)
+            elsewhere: set[str] = set()  # shards that another process is fetching
+            with suppress(_NoRoomError):
+                while (info := self._choose(budget, elsewhere)) is not None:
+                    claim = None
+                    try:
+                        claim = self._claim(info, expendable=None)
+                    finally:
+                        if claim is None:
+                            self._no_longer_busy(info)
+                    if claim is not None:
+                        return info, claim
+                    elsewhere.add(info.name)
+            with self._changed:
+                self._changed.wait(_IDLE)
+
+    def _choose(self, budget: int, elsewhere: set[str]) -> ShardInfo | None:
+        """The next expected shard that nobody sees to, made busy; None if there is none for now."""
+        with self._changed:
+            self._check_usable()
+            for name, held in list(self._ready.items()):
+                if not os.fstat(held).st_nlink:  # another process needed the room
+                    _release(self._ready.pop(name))
+            ahead = sum(self._expected[name].bytes for name in (*self._ready, *self._busy) if name in self._expected)
+            taken = self._ready.keys() | self._busy | self._failed | elsewhere
+            for info in islice(self._expected.values(), _MOST_AHEAD):
+                if info.name in taken:
+                    continue
+                if ahead and ahead + info.bytes > budget:
+                    return None
+                self._busy.add(info.name)
+                return info
+            return None
+
+    def _claim_soon(self, info: ShardInfo) -> int | io.FileIO:
+        """Claim a shard that somebody waits for, at the cost of others if need be."""
+        while True:
+            with suppress(_NoRoomError):
+                claim = self._claim(info, self._expendable(info))
+                if claim is not None:
+                    return claim
+            self._sleep()
+
+    def _claim(self, info: ShardInfo, expendable: Sequence[Path] | None) -> int | io.FileIO | None:
+        """The shard's tar held, or open for writing; None if another process is fetching it."""
+        path = self._folder_for(self.manifest()) / info.name
+        with self._cache.changing():
+            held = self._cache.hold(path, info.bytes)
+            return self._cache.begin(path, info.bytes, expendable) if held is None else held
+
+    def _fill(self, info: ShardInfo, claim: int | io.FileIO) -> int:
+        """Download what is missing of a claimed shard; returns its tar held."""
+        path = self._folder_for(self.manifest()) / info.name
+        try:
+            held = (
+                claim if isinstance(claim, int) else self._cache.complete(claim, path, lambda f: self._receive(info, f))
+            )
+        except OSError as error:
+            raise DataError(f"{path}: cannot be written to the cache: {error.strerror}") from None
+        try:
+            self._need_index(info, path.with_name(info.index_name))
+        except BaseException:
+            _release(held)
+            raise
+        return held
+
+    def _receive(self, info: ShardInfo, file: io.FileIO) -> None:
+        """Download a tar; once more if it is damaged, or if the disk was full."""
+        for again in (True, False):
+            try:
+                actual = self._transfer.fetch(info.name, file, info.bytes)
+                os.fsync(file.fileno())
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not again:
+                    raise
+                log.warning("%s: %s; making room", self._cache.folder, error.strerror)
+                with self._cache.changing():
+                    entries = self._cache.survey()
+                    used = sum(entry.bytes for entry in entries.values())
+                    self._cache.make_room(entries, used - info.bytes, expendable=None)
+                continue
+            if actual == info.sha256:
+                return
+            if again:
+                log.warning("%s: has not the checksum of the manifest; once more", self._transfer.address(info.name))
+        raise DataError(
+            f"{self._transfer.address(info.name)}: SHA-256 is {actual}, the manifest says {info.sha256}; it was "
+            "fetched twice, so the file there is damaged or not of this split: upload it again"
+        )
+
+    def _need_index(self, info: ShardInfo, path: Path) -> None:
+        """Have the shard's index in the cache."""
+        if path.exists():
+            return
+        where = self._transfer.address(info.index_name)
+
+        def check(content: bytes) -> None:
+            samples = len(parse_index(content.decode(errors="replace"), where).keys)
+            if samples != info.samples or not content.endswith(b"\n"):
+                raise DataError(f"{where}: {samples} samples, the manifest says {info.samples}, or cut short")
+
+        content, _ = self._fetch_checked(info.index_name, check)
+        self._check_limit(info.bytes + len(content))
+        while not self._put(path, content, self._expendable(info)) and not path.exists():
+            self._sleep()
+
+    def _expendable(self, info: ShardInfo) -> list[Path]:
+        """What may go for a shard that is waited for: the other expected ones, the last first."""
+        folder = self._folder_for(self.manifest())
+        with self._changed:
+            return [folder / name for name in reversed(self._expected) if name != info.name]
+
+    def _put(self, path: Path, content: bytes, expendable: Sequence[Path] | None = None) -> bool:
+        """Write a small file to the cache; False if that is not possible now."""
+
+        def write(file: io.FileIO) -> None:
+            file.write(content)
+
+        with suppress(_NoRoomError):
+            with self._cache.changing():
+                file = self._cache.begin(path, len(content), expendable)
+            if file is not None:
+                _release(self._cache.complete(file, path, write))
+                return True
+        return False
+
+    def _keep(self, path: Path, content: bytes) -> None:
+        """Write a small file to the cache if there is room; nothing depends on it."""
+        with suppress(OSError):
+            self._put(path, content)
+
+    def _fetch_checked(self, name: str, parse: Callable[[bytes], T]) -> tuple[bytes, T]:
+        """Fetch a small file and parse it; once more if it is damaged."""
+        content = self._transfer.fetch_bytes(name)
+        try:
+            return content, parse(content)
+        except (ClosedError, MissingError):
+            raise
+        except DataError as error:
+            log.warning("%s; once more", without_secrets(str(error)))
+        content = self._transfer.fetch_bytes(name)
+        return content, parse(content)
+
+    def _check_limit(self, needed: int) -> None:
+        if needed > self._cache.limit:
+            raise DataError(
+                f"{self.root}: its largest shard and index need {needed:,} bytes, the limit of the cache in "
+                f"{self._cache.folder} is {self._cache.limit:,}; allow {(self._parallel + 1) * needed:,}"
+            )
+
+    def _folder_for(self, manifest: Manifest) -> Path:
+        return self._cache.folder / manifest.digest[:16]
+
+    def _no_longer_busy(self, info: ShardInfo, held: int | None = None) -> None:
+        with self._changed:
+            self._busy.discard(info.name)
+            if held is not None and info.name in self._expected and not self._stop.is_set():
+                self._ready[info.name] = held
+            elif held is not None:
+                _release(held)
+            self._changed.notify_all()
+
+    def _sleep(self) -> None:
+        """Wait for other processes."""
+        self._stop.wait(_POLL)
+        self._check_usable()
+
+    def _check_usable(self) -> None:
+        if self._stop.is_set():
+            raise ClosedError(f"{self.root}: was closed")
+        if os.getpid() != self._process:
+            raise DataError(f"{self.root}: was opened before a fork; open it in the process that reads")
+
+
+def open_store(root: str | Path, cache: Path | None = None, limit_bytes: int | None = None) -> Store:
+    """The store of a split: a local folder, or a URL or `pipe:COMMAND` behind a cache.
+
+    The cache is `~/.cache/sopdist` (or in $XDG_CACHE_HOME) unless told otherwise. Its limit is 100 GiB unless told
+    otherwise, but not more than half of what the disk has left.
+    """
+    if not isinstance(root, str) or not (root.startswith(PIPE) or "://" in root):
+        return LocalStore(Path(root))
+    if cache is None:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sopdist"
+    return RemoteStore(root, cache, limit_bytes or _default_limit(cache))
+
+
+def _default_limit(cache: Path) -> int:
+    there = _Cache(cache, MOST_BY_DEFAULT)
+    with there.changing():  # what is cached already does not count as taken, or the limit would shrink run by run
+        cached = sum(entry.bytes for entry in there.survey().values())
+    return min(MOST_BY_DEFAULT, (shutil.disk_usage(cache).free + cached) // 2)

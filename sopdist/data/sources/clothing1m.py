@@ -1,0 +1,110 @@
+"""Clothing1M: a million photographs of clothes from web shops, labelled by the text around them. 14 classes.
+
+Expected under --root (the .txt files there, or in annotations/):
+
+  category_names_eng.txt        14 names, one a line
+  noisy_label_kv.txt            images/0/51/1234,5678.jpg 3
+  clean_label_kv.txt            the same, labelled by people
+  noisy_train_key_list.txt      images/0/51/1234,5678.jpg
+  clean_train_key_list.txt, clean_val_key_list.txt, clean_test_key_list.txt
+  images/...                    any levels below; or --root is itself the images folder
+
+Splits: train (noisy_train_key_list.txt, in its order), clean_train, val, test. Label sets: given, and clean, which in
+train is known for the images that people labelled, too, and -1 for all others.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import DataError
+from ..labels import CLEAN, GIVEN, UNKNOWN
+from .lists import find_files, read_labelled, read_names, read_paths, reader, root_of
+from .source import SourceSplit
+
+CLASSES = 14
+_DATASET = "clothing1m"
+_IMAGES = "images"
+_NAMES, _NOISY, _CLEAN = "category_names_eng.txt", "noisy_label_kv.txt", "clean_label_kv.txt"
+_KEY_LISTS = {
+    "train": "noisy_train_key_list.txt",
+    "clean_train": "clean_train_key_list.txt",
+    "val": "clean_val_key_list.txt",
+    "test": "clean_test_key_list.txt",
+}
+_FILES = (_NAMES, _NOISY, _CLEAN, *_KEY_LISTS.values())
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """It has no options of its own."""
+
+
+def find_splits(args: argparse.Namespace) -> list[SourceSplit]:
+    """train, clean_train, val and test."""
+    root = root_of(args)
+    files = _find_lists(root)
+    classes = read_names(files[_NAMES], CLASSES)
+    noisy, clean = (read_labelled(files[name], CLASSES) for name in (_NOISY, _CLEAN))
+
+    lists = {name: read_paths(files[file]) for name, file in _KEY_LISTS.items()}
+    drop = _prefix_to_drop(root, lists["train"])
+    splits = []
+    for name, lines in lists.items():
+        kv, label_of = (_NOISY, noisy) if name == "train" else (_CLEAN, clean)
+        given = _labels_of(lines, label_of, files[_KEY_LISTS[name]], files[kv])
+        labels = {GIVEN: given}
+        origins: dict[str, dict[str, Any]] = {GIVEN: {"source": _DATASET, "file": kv}}
+        cleaned = np.fromiter((clean.get(path, UNKNOWN) for path in lines), np.int64, len(lines))
+        known = cleaned != UNKNOWN
+        if known.any():
+            labels[CLEAN] = cleaned
+            origins[CLEAN] = {"source": _DATASET, "file": _CLEAN, "known": int(known.sum())}
+            if name == "train":
+                origins[GIVEN]["noise_rate_where_known"] = float((given != cleaned)[known].mean())
+        paths = list(lines)
+        splits.append(SourceSplit(_DATASET, name, classes, paths, labels, reader(root, paths, drop), origins))
+    return splits
+
+
+def _labels_of(lines: dict[str, int], label_of: dict[str, int], list_path: Path, kv_path: Path) -> NDArray[np.int64]:
+    try:
+        return np.fromiter((label_of[path] for path in lines), np.int64, len(lines))
+    except KeyError as error:
+        path = error.args[0]
+        raise DataError(f"{list_path}, line {lines[path]}: {path!r} has no label in {kv_path}") from None
+
+
+def _find_lists(root: Path) -> dict[str, Path]:
+    folders = [root, root / "annotations"]
+    if root.name == _IMAGES:  # the images folder itself: its lists may lie beside it
+        folders += [root.parent, root.parent / "annotations"]
+    try:
+        return find_files(_FILES, folders)
+    except DataError as error:
+        split_folders = [name for name in ("noisy_train", *_KEY_LISTS) if (root / name).is_dir()]
+        if not split_folders:
+            raise DataError(f"{root}: {error}") from None
+        raise DataError(
+            f"{root}: a copy of Clothing1M sorted into folders ({', '.join(split_folders)}), without the annotation "
+            "files. They fix the order of the images and which of them have both labels, so the folders cannot stand "
+            f"in for them; get the original's .txt files and images/. {error}"
+        ) from None
+
+
+def _prefix_to_drop(root: Path, lines: dict[str, int]) -> str:
+    """Lists say images/...; if --root is the images folder, its files have no such part. One look, not one a file."""
+    if (root / _IMAGES).is_dir():
+        return ""
+    prefix = f"{_IMAGES}/"
+    tops = {path.removeprefix(prefix).split("/", 1)[0] for path in lines}
+    if any((root / top).exists() for top in tops):
+        return prefix
+    raise DataError(
+        f"{root}: no images: there is neither a folder {root / _IMAGES} nor, as if --root were that folder, "
+        f"{root / min(tops)}"
+    )

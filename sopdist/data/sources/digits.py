@@ -1,0 +1,72 @@
+"""Handwritten digits: scikit-learn's load_digits, 1,797 grey images of 8 x 8 pixels. 10 classes.
+
+They are inside of scikit-learn, so there is nothing to download and no --root.
+
+Splits: train and test, 80 to 20: of each class every fifth image is for test. Label sets: given and clean, which are
+the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import DataError
+from ..labels import CLEAN, GIVEN
+from .source import SourceSplit
+
+_DATASET = "digits"
+_BRIGHTEST = 16
+_EVERY = 5
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """It has no options of its own."""
+
+
+def find_splits(args: argparse.Namespace) -> list[SourceSplit]:
+    """train and test."""
+    if args.root is not None:
+        raise DataError(f"--root {args.root}: the digits are inside of scikit-learn; leave --root out")
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError:
+        raise DataError("`sopdist prepare digits` needs scikit-learn: pip install 'sopdist[demo]'") from None
+    values, labels = load_digits(return_X_y=True)
+    pixels = np.rint(values.reshape(-1, 8, 8) * 255 / _BRIGHTEST).astype(np.uint8)  # (N, 8, 8)
+    labels = labels.astype(np.int64)
+    is_test = _every_fifth_of_its_class(labels)
+    origin = {"source": _DATASET}
+    splits = []
+    for name, chosen in (("train", np.flatnonzero(~is_test)), ("test", np.flatnonzero(is_test))):
+        splits.append(
+            SourceSplit(
+                dataset=_DATASET,
+                name=name,
+                classes=tuple("0123456789"),
+                paths=[f"{number:04d}.png" for number in chosen],  # its number in load_digits
+                labels=dict.fromkeys((GIVEN, CLEAN), labels[chosen]),
+                read=partial(read_grey, pixels[chosen]),
+                origins=dict.fromkeys((GIVEN, CLEAN), origin),
+            )
+        )
+    return splits
+
+
+def read_grey(pixels: NDArray[np.uint8], number: int) -> bytes:
+    """One of the images `pixels`, (N, height, width), as PNG."""
+    from PIL import Image
+
+    from ..reencode import encode_png
+
+    return encode_png(Image.fromarray(pixels[number]))
+
+
+def _every_fifth_of_its_class(labels: NDArray[np.int64]) -> NDArray[np.bool_]:
+    chosen = np.zeros(len(labels), dtype=bool)
+    for label in np.unique(labels):
+        chosen[np.flatnonzero(labels == label)[_EVERY // 2 :: _EVERY]] = True
+    return chosen

@@ -1,0 +1,116 @@
+"""Fashion-MNIST: grey images of clothes, 28 x 28 pixels, 60,000 for training and 10,000 for test. 10 classes.
+
+Expected under --root, or in FashionMNIST/raw/ below it (where torchvision puts them), packed (.gz) or not:
+
+  train-images-idx3-ubyte.gz    train-labels-idx1-ubyte.gz
+  t10k-images-idx3-ubyte.gz     t10k-labels-idx1-ubyte.gz
+
+Without --root they are looked for where Debian's package dataset-fashion-mnist puts them.
+
+Splits: train and test. Label sets: given and clean, which are the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import zlib
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import DataError
+from ..labels import CLEAN, GIVEN
+from .digits import read_grey
+from .lists import root_of
+from .source import SourceSplit
+
+CLASSES = (
+    "T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot",
+)  # fmt: skip
+_DATASET = "fashion-mnist"
+_DEBIAN = Path("/usr/share/datasets/fashion-mnist")
+_SIDE = 28
+_SPLITS = {"train": "train", "test": "t10k"}
+_IMAGES, _LABELS = "images-idx3-ubyte", "labels-idx1-ubyte"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """It has no options of its own."""
+
+
+def find_splits(args: argparse.Namespace) -> list[SourceSplit]:
+    """train and test."""
+    files = _find_files(_DEBIAN if args.root is None else root_of(args), args.root is not None)
+    splits = []
+    for name, prefix in _SPLITS.items():
+        images_path, labels_path = (files[f"{prefix}-{kind}"] for kind in (_IMAGES, _LABELS))
+        pixels, labels = read_idx(images_path, (_SIDE, _SIDE)), read_idx(labels_path, ())
+        if len(pixels) != len(labels):
+            raise DataError(f"{images_path} has {len(pixels):,} images, {labels_path} has {len(labels):,} labels")
+        if len(labels) and labels.max() >= len(CLASSES):
+            raise DataError(f"{labels_path}: label {labels.max()}; allowed are 0 to {len(CLASSES) - 1}")
+        origin = {"source": _DATASET, "file": labels_path.name}
+        splits.append(
+            SourceSplit(
+                dataset=_DATASET,
+                name=name,
+                classes=CLASSES,
+                paths=[f"{number:05d}.png" for number in range(len(pixels))],
+                labels=dict.fromkeys((GIVEN, CLEAN), labels.astype(np.int64)),
+                read=partial(read_grey, pixels),
+                origins=dict.fromkeys((GIVEN, CLEAN), origin),
+            )
+        )
+    return splits
+
+
+def read_idx(path: Path, shape: tuple[int, ...]) -> NDArray[np.uint8]:
+    """The array of an idx file whose items have `shape`, checked to the last byte; (N, *shape).
+
+    Its header: 0, 0, 8 (bytes), the number of dimensions; then each dimension in four bytes.
+    """
+    content = _content(path)
+    dimensions = 1 + len(shape)
+    if content[:4] != bytes((0, 0, 8, dimensions)):
+        raise DataError(f"{path}: not an idx file of {dimensions} dimensions (begins with {content[:4].hex(' ')})")
+    header = 4 + 4 * dimensions
+    if len(content) < header:
+        raise DataError(f"{path}: cut short inside its header; copy it again")
+    count, *item = (int(size) for size in np.frombuffer(content, ">u4", dimensions, offset=4))
+    if tuple(item) != shape:
+        raise DataError(
+            f"{path}: images of {' x '.join(map(str, item))} pixels, expected {' x '.join(map(str, shape))}"
+        )
+    expected = header + count * int(np.prod(shape, dtype=np.int64))
+    if len(content) != expected:
+        what = "cut short" if len(content) < expected else "too long"
+        raise DataError(f"{path}: {what}: {len(content):,} bytes, {count:,} items make {expected:,}; copy it again")
+    return np.frombuffer(content, np.uint8, offset=header).reshape(count, *shape)
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise DataError(f"{path}: damaged or cut short ({error}); copy it again") from None
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+def _find_files(root: Path, asked: bool) -> dict[str, Path]:
+    """File of each name, packed or not; the error names all that are missing."""
+    names = [f"{prefix}-{kind}" for prefix in _SPLITS.values() for kind in (_IMAGES, _LABELS)]
+    places = [root / folder / f"{name}{suffix}"
+              for name in names for folder in ("", "FashionMNIST/raw", "raw") for suffix in ("", ".gz")]  # fmt: skip
+    found: dict[str, Path] = {}
+    for path in places:
+        if path.is_file():
+            found.setdefault(path.name.removesuffix(".gz"), path)
+    missing = [f"{name}.gz" for name in names if name not in found]
+    if missing:
+        hint = "" if asked else "; name their folder with --root, or install Debian's package dataset-fashion-mnist"
+        raise DataError(f"{root}: missing: {', '.join(missing)}{hint}")
+    return found

@@ -1,0 +1,170 @@
+"""ILSVRC12 validation images (ImageNet): the second test of a network that was trained on WebVision.
+
+Classes are those of WebVision, in its order: --synsets is its info/synsets.txt, of which the first 50 are taken, as for
+mini WebVision; --classes-count 1000 takes all. Expected under --root is one of
+
+  val/n01440764/ILSVRC2012_val_00000293.JPEG       a folder a class
+
+  val/ILSVRC2012_val_00000001.JPEG                 all in one folder (val/, ILSVRC2012_img_val/, or --root itself), with
+  ILSVRC2012_devkit_t12/data/meta.mat              the development kit (or in devkit/data/, data/, or --root itself)
+  ILSVRC2012_devkit_t12/data/ILSVRC2012_validation_ground_truth.txt
+
+  val/ILSVRC2012_val_00000001.JPEG                 all in one folder, with
+  val.txt                                          ILSVRC2012_val_00000001.JPEG 65: labels by sorted WNID, from 0
+
+One split, ilsvrc12, in the order of the images' names whichever the layout. Label sets: given and clean, the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..errors import DataError
+from ..labels import CLEAN, GIVEN
+from .lists import find_files, numbered_lines, read_labelled, reader, root_of
+from .source import SourceSplit
+from .webvision import MINI_CLASSES, read_synsets
+
+_DATASET, _SPLIT = "ilsvrc12-val", "ilsvrc12"
+_ALL_CLASSES = 1000
+_IMAGE_FOLDERS = ("val", "ILSVRC2012_img_val", ".")
+_KIT_FOLDERS = ("ILSVRC2012_devkit_t12/data", "ILSVRC2012_devkit_t12", "devkit/data", "data", ".")
+_META, _TRUTH, _VAL_LIST = "meta.mat", "ILSVRC2012_validation_ground_truth.txt", "val.txt"
+_IMAGE = "ILSVRC2012_val_{:08d}.JPEG"
+_WNID = re.compile(r"n\d{8}")
+
+
+class _Image(NamedTuple):
+    name: str
+    place: str  # relative to the root
+    wnid: str
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which classes, and in which order."""
+    parser.add_argument(
+        "--synsets", required=True, metavar="FILE", help="WebVision's info/synsets.txt: all 1000 classes, in its order"
+    )
+    parser.add_argument(
+        "--classes-count",
+        type=int,
+        default=MINI_CLASSES,
+        metavar="N",
+        help="take the first N classes of --synsets (default: %(default)s, mini WebVision)",
+    )
+
+
+def find_splits(args: argparse.Namespace) -> list[SourceSplit]:
+    """The one split there is."""
+    root, synsets_path, count = root_of(args), Path(args.synsets), args.classes_count
+    synsets = read_synsets(synsets_path)
+    if not 1 <= count <= len(synsets):
+        raise DataError(f"--classes-count {count}: {synsets_path} has {len(synsets)} classes")
+    class_of = {wnid: label for label, wnid in enumerate(list(synsets)[:count])}
+
+    images, file = _find_images(root, synsets, list(class_of), synsets_path)
+    images = sorted(image for image in images if image.wnid in class_of)
+    if not images:
+        raise DataError(f"{root}: {file} has no image of the first {count} classes of {synsets_path}")
+    for one, other in pairwise(images):
+        if one.name == other.name:
+            raise DataError(f"{root}: {one.place} and {other.place} have the same name; remove one of them")
+    labels = np.array([class_of[image.wnid] for image in images], dtype=np.int64)
+    origin: dict[str, Any] = {"source": _DATASET, "file": file, "classes": count}
+    return [
+        SourceSplit(
+            dataset=_DATASET,
+            name=_SPLIT,
+            classes=tuple(synsets.values())[:count],
+            paths=[image.name for image in images],
+            labels={GIVEN: labels, CLEAN: labels},
+            read=reader(root, [image.place for image in images]),
+            origins={GIVEN: origin, CLEAN: origin},
+        )
+    ]
+
+
+def _find_images(root: Path, synsets: dict[str, str], wnids: list[str], synsets_path: Path) -> tuple[list[_Image], str]:
+    """All images of at least `wnids`, and what says their classes."""
+    for folder in _IMAGE_FOLDERS:
+        if any((root / folder / wnid).is_dir() for wnid in wnids):
+            return _in_class_folders(root, folder, wnids), f"{folder}/WNID"
+    flat = next((folder for folder in _IMAGE_FOLDERS if any((root / folder).glob("ILSVRC2012_val_*.JPEG"))), None)
+    if flat is None:
+        looked = ", ".join(str(root / folder) for folder in _IMAGE_FOLDERS)
+        raise DataError(f"no ILSVRC2012_val_*.JPEG and no class folders such as {wnids[0]}; looked in {looked}")
+    val_list = next((path for path in (root / _VAL_LIST, root / flat / _VAL_LIST) if path.is_file()), None)
+    try:
+        kit = find_files([_META, _TRUTH], [root / folder for folder in _KIT_FOLDERS])
+    except DataError as error:
+        if val_list is None:
+            raise DataError(
+                f"nothing says the classes of the images in {root / flat}: there is no {_VAL_LIST} in {root}, and of "
+                f"the development kit are {error}"
+            ) from None
+        return _by_val_list(val_list, flat, synsets, synsets_path), _VAL_LIST
+    return _by_kit(kit[_META], kit[_TRUTH], flat, wnids), _TRUTH
+
+
+def _in_class_folders(root: Path, folder: str, wnids: list[str]) -> list[_Image]:
+    missing = [wnid for wnid in wnids if not (root / folder / wnid).is_dir()]
+    if missing:
+        raise DataError(f"{root / folder}: {len(missing)} of {len(wnids)} class folders are missing, e.g. {missing[0]}")
+    return [
+        _Image(name, f"{folder}/{wnid}/{name}", wnid)
+        for wnid in wnids
+        for name in os.listdir(root / folder / wnid)
+        if name.lower().endswith((".jpeg", ".jpg")) and not name.startswith(".")
+    ]
+
+
+def _by_val_list(path: Path, folder: str, synsets: dict[str, str], synsets_path: Path) -> list[_Image]:
+    if len(synsets) != _ALL_CLASSES:  # a label is a place among all of them, sorted
+        raise DataError(
+            f"{path} numbers the {_ALL_CLASSES} WNIDs in sorted order, but {synsets_path} has {len(synsets)}; "
+            "give the whole synsets.txt of WebVision"
+        )
+    by_wnid = sorted(synsets)
+    names = ((image.split("/")[-1], label) for image, label in read_labelled(path, _ALL_CLASSES).items())
+    return [_Image(name, f"{folder}/{name}", by_wnid[label]) for name, label in names]
+
+
+def _by_kit(meta_path: Path, truth_path: Path, folder: str, wnids: list[str]) -> list[_Image]:
+    """The kit numbers the classes from 1, and not in the order of their WNIDs: only meta.mat tells which is which."""
+    wnid_of = _read_meta(meta_path)
+    unknown = set(wnids) - set(wnid_of.values())
+    if unknown:
+        raise DataError(f"{meta_path}: has no class {min(unknown)}, which is in --synsets; is it the kit of 2012?")
+    images = []
+    for place, (line, text) in enumerate(numbered_lines(truth_path), start=1):
+        if line != place:  # line n is about image n
+            raise DataError(f"{truth_path}, line {place}: blank")
+        if text not in wnid_of:
+            raise DataError(f"{truth_path}, line {line}: {text!r} is not the ILSVRC2012_ID of a class in {meta_path}")
+        name = _IMAGE.format(place)
+        images.append(_Image(name, f"{folder}/{name}", wnid_of[text]))
+    return images
+
+
+def _read_meta(path: Path) -> dict[str, str]:
+    """ILSVRC2012_ID -> WNID of the classes, which are the synsets without children. Reading a .mat runs nothing."""
+    try:
+        from scipy.io import loadmat
+    except ImportError:
+        raise DataError(f"{path}: needs SciPy to be read: pip install 'sopdist[data]'") from None
+    try:
+        synsets = np.atleast_1d(loadmat(path, variable_names=["synsets"], squeeze_me=True)["synsets"])
+        leaves = [synset for synset in synsets if int(synset["num_children"]) == 0]
+        wnid_of = {str(int(leaf["ILSVRC2012_ID"])): str(leaf["WNID"]) for leaf in leaves}
+    except Exception as error:  # a damaged .mat can raise anything
+        raise DataError(f"{path}: not the meta.mat of the kit ({type(error).__name__}: {error})") from None
+    if not all(map(_WNID.fullmatch, wnid_of.values())) or not len(set(wnid_of.values())) == len(wnid_of) == len(leaves):
+        raise DataError(f"{path}: an ILSVRC2012_ID or a WNID is there twice, or is none")
+    return wnid_of

@@ -1,0 +1,208 @@
+"""The stream: from the plan of an epoch to batches, decoded ahead in the background.
+
+    stream = Stream(DataSettings(root="shards/train", recipe="cifar10"), global_batch=128, seed=0)
+    for epoch in range(epochs):
+        for batch in stream.epoch(epoch):  # or stream.epoch(epoch, start=step), to go on in the middle
+            ...
+
+The batches of an epoch are a pure function of (shards, settings, seed, epoch, global batch): each sample stands in
+exactly one, with the same crop, on any number of ranks and after a resume at any step.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from .batch import Batch
+from .decode.backends import open_decoder
+from .decode.pixels import Normalizer
+from .decode.request import BadSample, Decoded, Request
+from .draws import GEOMETRY, POLICY, uniforms
+from .errors import DataError
+from .labels import UNKNOWN
+from .manifest import ShardInfo
+from .plan import NO_SAMPLE, Indices, Plan, balanced_subset, evaluation_plan, rank_columns, training_plan
+from .policy import POLICY_DRAWS, Policy, apply_policy
+from .recipes import find_recipe
+from .remote import open_store
+from .settings import DataSettings
+from .split import Split
+
+_logger = logging.getLogger("sopdist.data")
+_MOST_NAMED = 10  # bad samples that are logged one by one in an epoch, and named when the run stops
+
+
+class TooManyBadSamplesError(DataError):
+    """More samples are unreadable than `data.max_bad_fraction` allows."""
+
+
+@dataclass(frozen=True)
+class StreamStats:
+    """What the stream has cost so far."""
+
+    samples: int  # handed out, gaps and bad ones included
+    bad: int  # of these unreadable
+    waited: float  # seconds that the consumer waited for batches
+    held_bytes: int  # memory held for batches now
+
+
+class Stream:
+    """Batches of one rank. `train=False` gives the evaluation's: each sample once, in index order, central crop."""
+
+    def __init__(
+        self,
+        settings: DataSettings,
+        global_batch: int,
+        seed: int = 0,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        train: bool = True,
+        strong: Policy | None = None,
+    ) -> None:
+        self.settings = settings
+        self.recipe = find_recipe(settings.recipe)
+        self._columns = rank_columns(global_batch, rank, world_size)
+        self._global_batch, self._seed, self._train = global_batch, seed, train
+        self._strong = strong if train else None
+        store = open_store(
+            settings.root, Path(settings.cache) if settings.cache else None, settings.cache_bytes or None
+        )
+        self.split = Split(store)
+        try:
+            self.labels = self.split.labels(settings.labels)
+            self._decoder = open_decoder(
+                self.split, self.recipe, settings, self._columns.stop - self._columns.start, views=self._views
+            )
+        except BaseException:
+            self.split.close()
+            raise
+        self._normalize = Normalizer(self.recipe.mean, self.recipe.std)
+        self._samples = self._bad = 0
+        self._waited = 0.0
+
+    @property
+    def _views(self) -> int:
+        return 1 if self._strong is None else 2
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def plan(self, epoch: int) -> Plan:
+        """Which samples all ranks see in an epoch, row by row."""
+        if not self._train:
+            return evaluation_plan(len(self.split), self._global_batch)
+        subset = None
+        if self.settings.balanced_per_epoch:
+            classes = len(self.split.manifest.classes)
+            subset = balanced_subset(self.labels.labels, classes, self.settings.balanced_per_epoch, self._seed, epoch)
+        return training_plan(
+            self.split.manifest.firsts, self._seed, epoch, self._global_batch,
+            subset=subset, lanes=self.settings.lanes, block=self.settings.block,
+        )  # fmt: skip
+
+    def epoch(self, epoch: int = 0, start: int = 0) -> Iterator[Batch]:
+        """The batches of an epoch, from step `start` on."""
+        plan = self.plan(epoch)
+        if not 0 <= start <= plan.steps:
+            raise DataError(f"epoch {epoch} has {plan.steps} steps; it cannot start at step {start}")
+        rows = plan.rows[start:]
+        self.split.store.expect(self._shards_to_come(rows))
+        bad: dict[int, BadSample] = {}
+        allowed = int(self.settings.max_bad_fraction * plan.rows[:, self._columns].size)
+        ahead: deque[tuple[Request, NDArray[np.float32]]] = deque()
+        try:
+            for row in (*rows, *[None] * self.settings.prefetch):  # after the last row only collect
+                if row is not None:
+                    ahead.append(self._submit(epoch, row.astype(np.int64)))
+                if len(ahead) > self.settings.prefetch or (row is None and ahead):
+                    request, weight = ahead.popleft()
+                    begun = time.perf_counter()
+                    decoded = self._decoder.collect()
+                    self._waited += time.perf_counter() - begun
+                    self._count_bad(decoded.bad, bad, allowed, epoch)
+                    yield self._batch(epoch, request, weight, decoded)
+        finally:
+            self._decoder.discard()
+
+    def stats(self) -> StreamStats:
+        """What the stream has cost so far."""
+        return StreamStats(self._samples, self._bad, self._waited, self._decoder.held_bytes())
+
+    def close(self) -> None:
+        """Stop all threads and close all files."""
+        self._decoder.close()
+        self.split.close()
+
+    def _submit(self, epoch: int, row: Indices) -> tuple[Request, NDArray[np.float32]]:
+        """Start decoding this rank's part of a row of the plan."""
+        # A gap shows a sample of its own row again, with weight 0: every rank gets a full batch of real images.
+        real = row[row != NO_SAMPLE]
+        filled = np.where(row == NO_SAMPLE, np.resize(real, len(row)), row)
+        index = filled[self._columns]
+        weight = (row[self._columns] != NO_SAMPLE).astype(np.float32)
+        views = range(self._views) if self._train else ()
+        request = Request(index, tuple(uniforms(self._seed, epoch, index, view, GEOMETRY) for view in views))
+        self._decoder.submit(request)
+        return request, weight
+
+    def _batch(self, epoch: int, request: Request, weight: NDArray[np.float32], decoded: Decoded) -> Batch:
+        labels = self.labels.labels[request.index].astype(np.int64)
+        weight[labels == UNKNOWN] = 0
+        weight[list(decoded.bad)] = 0
+        labels[labels == UNKNOWN] = 0
+        first, *others = decoded.views
+        images2 = None
+        if self._strong is not None:
+            images2 = self._strong_view(epoch, request.index, others[0])
+        if self.recipe.grey:
+            first, images2 = first[:, :1], None if images2 is None else images2[:, :1]
+        self._samples += len(labels)
+        return Batch(
+            first, torch.from_numpy(labels), torch.from_numpy(request.index), torch.from_numpy(weight), images2
+        )
+
+    def _strong_view(self, epoch: int, index: Indices, pixels: torch.Tensor) -> torch.Tensor:
+        """The policy applied to the second view, normalised: (B, S, S, 3) bytes -> (B, 3, S, S)."""
+        assert self._strong is not None
+        draws = uniforms(self._seed, epoch, index, 1, POLICY)[:, :POLICY_DRAWS]
+        pixels = apply_policy(pixels, torch.from_numpy(draws), self._strong)
+        return self._normalize.tensor(pixels).permute(0, 3, 1, 2)
+
+    def _count_bad(self, new: dict[int, BadSample], bad: dict[int, BadSample], allowed: int, epoch: int) -> None:
+        """Log what is bad, and stop when it is too much."""
+        for sample in new.values():
+            if sample.index not in bad:
+                bad[sample.index] = sample
+                self._bad += 1
+                if len(bad) <= _MOST_NAMED:
+                    _logger.warning("skipped a sample: %s: %s", sample.where, sample.reason)
+        if len(bad) > allowed:
+            named = "".join(f"\n  {sample.where}: {sample.reason}" for sample in list(bad.values())[:_MOST_NAMED])
+            raise TooManyBadSamplesError(
+                f"{self.split.store.root}: {len(bad)} samples could not be read in epoch {epoch}, "
+                f"data.max_bad_fraction = {self.settings.max_bad_fraction} allows {allowed}:{named}\n"
+                f"`sopdist verify --decode` lists all of them"
+            )
+
+    def _shards_to_come(self, rows: NDArray[np.integer]) -> Iterator[ShardInfo]:
+        """The shards that this rank will read, in the order of their first use."""
+        index = rows[:, self._columns].reshape(-1).astype(np.int64)
+        shards, first_use = np.unique(self.split.manifest.shard_of(index[index != NO_SAMPLE]), return_index=True)
+        for number in shards[np.argsort(first_use)].tolist():
+            yield self.split.manifest.shards[number]

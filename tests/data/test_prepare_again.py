@@ -1,0 +1,250 @@
+"""`sopdist prepare` a second time: after an interrupt, after it was done, with another wish, on a full disk."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from sopdist.data import job
+from sopdist.data.errors import DataError
+from sopdist.data.labels import list_labels, write_labels
+from sopdist.data.manifest import read_manifest
+
+from .pictures import encoded, picture
+from .test_prepare import contents, make_images, prepare
+
+IN_FIVES = ("--samples-per-shard", "5")
+
+
+def fail_for_want_of_space(root: Path, out: Path, *options: str, most: int) -> None:
+    """Prepare while no file may grow beyond `most` bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
+    try:
+        assert prepare(root, out, *options) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_an_interrupted_run_goes_on_where_it_stopped_to_the_same_bytes(tmp_path: Path, how: signal.Signals) -> None:
+    photo = tmp_path / "photo.jpg"
+    photo.write_bytes(encoded(picture(0, 1000, 700), quality=90))
+    for number in range(110):
+        path = tmp_path / "in" / ("even", "odd")[number % 2] / f"{number}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.symlink_to(photo)
+    (tmp_path / "in" / "odd" / "0.jpg").write_bytes(b"")
+    options = ("--resize", "350", "--samples-per-shard", "5")
+    folder = tmp_path / "out" / "train"
+    command = [sys.executable, "-m", "sopdist", "prepare", "imagefolder", "--root", "in", "--out", "out", *options]
+    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
+        patience = time.monotonic() + 60
+        while len(list(folder.glob("*.done"))) < 3:
+            assert time.monotonic() < patience
+            assert process.poll() is None, process.stderr.read()
+            time.sleep(0.01)
+        asked = time.monotonic()
+        process.send_signal(how)
+        _, error = process.communicate(timeout=60)
+    done = {path.with_suffix(".tar") for path in folder.glob("*.done")}
+    assert 3 <= len(done) < 22  # the test is about the middle
+    with pytest.raises(DataError, match="interrupted"):
+        read_manifest(folder)
+    if how == signal.SIGINT:
+        assert process.returncode == 130
+        assert time.monotonic() - asked < 5
+        assert "run the same command again" in error
+        assert "Traceback" not in error
+        assert not list(folder.rglob("*.part"))
+    written = {path: path.stat().st_mtime_ns for path in done}
+
+    assert prepare(tmp_path / "in", tmp_path / "out", *options) == 0
+    assert {path: path.stat().st_mtime_ns for path in done} == written  # what was finished was kept
+    assert not list(folder.rglob("*.part"))
+    assert prepare(tmp_path / "in", tmp_path / "through", *options, "--workers", "1") == 0
+    assert contents(tmp_path / "out") == contents(tmp_path / "through")
+
+
+def test_when_nothing_more_can_be_written_the_message_says_what_to_do_and_a_later_run_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_images(tmp_path / "in", count=20)
+    (tmp_path / "in" / "dog" / "large.png").write_bytes(encoded(picture(0, 300, 200), "PNG"))
+    fail_for_want_of_space(tmp_path / "in", tmp_path / "out", *IN_FIVES, "--workers", "1", most=80_000)
+    error = capsys.readouterr().err
+    assert "shard-000004.tar: cannot be written: File too large" in error
+    assert "run the same command again" in error
+    folder = tmp_path / "out" / "train"
+    assert len(list(folder.glob("*.done"))) == 4
+    assert not list(folder.glob("*.part"))
+    assert not (folder / "shard-000004.tar").exists()
+    with pytest.raises(DataError, match="interrupted"):
+        read_manifest(folder)
+    assert prepare(tmp_path / "in", tmp_path / "out", *IN_FIVES) == 0
+    assert prepare(tmp_path / "in", tmp_path / "through", *IN_FIVES) == 0
+    assert contents(tmp_path / "out") == contents(tmp_path / "through")
+
+
+def can_mount() -> bool:
+    """May we have a file system of our own, for a moment and seen by nobody else?"""
+    try:
+        return subprocess.run(["unshare", "-rm", "mount", "-t", "tmpfs", "tmpfs", "/mnt"]).returncode == 0
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(not can_mount(), reason="needs user namespaces to mount a small file system")
+def test_a_full_disk_leaves_nothing_that_looks_complete(tmp_path: Path) -> None:
+    make_images(tmp_path / "in", count=60)
+    (tmp_path / "out").mkdir()
+    script = 'mount -t tmpfs -o size=200k tmpfs out && "$@"; echo "code $?"; ls out/train'
+    prepare_ = [sys.executable, "-m", "sopdist", "prepare", "imagefolder", "--root", "in", "--out", "out", *IN_FIVES]
+    command = ["unshare", "-rm", "sh", "-c", script, "sh", *prepare_]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert "code 1\n" in result.stdout, result.stderr
+    assert "cannot be written: No space left on device; free some space" in result.stderr
+    assert "out/train/shard-0000" in result.stderr
+    assert "Traceback" not in result.stderr
+    left = result.stdout.split()
+    assert "manifest.json" not in left
+    assert not [name for name in left if name.endswith(".part")]
+    assert len([name for name in left if name.endswith(".done")]) >= 1
+
+
+@pytest.mark.skipif(not Path("/sys/kernel").is_dir(), reason="needs a place where not even root may write")
+def test_a_place_that_cannot_be_written_to_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_images(tmp_path / "in")
+    assert prepare(tmp_path / "in", Path("/sys/kernel/sopdist")) == 1
+    assert "sopdist: /sys/kernel/sopdist" in (error := capsys.readouterr().err)
+    assert "cannot be written" in error
+    (tmp_path / "file").write_text("")
+    assert prepare(tmp_path / "in", tmp_path / "file") == 1
+    assert "Not a directory" in capsys.readouterr().err
+
+
+def test_what_is_prepared_already_is_left_alone_with_the_label_sets_that_were_added(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_images(tmp_path / "in")
+    folder = tmp_path / "out" / "train"
+    assert prepare(tmp_path / "in", tmp_path / "out") == 0
+    manifest = read_manifest(folder)
+    write_labels(folder, manifest, "corrected", [0] * 12, {})  # type: ignore[arg-type]
+    before = contents(folder)
+    (folder / "shard-000000.done").write_text("{}")  # as if killed right after the manifest was written
+    (folder / "prepare.json").write_text("{}")
+    capsys.readouterr()
+    assert prepare(tmp_path / "in", tmp_path / "out", "--workers", "3", "--max-bad", "0") == 0
+    assert "already prepared" in capsys.readouterr().out
+    assert contents(folder) == before
+
+
+def test_another_job_is_refused_by_what_differs_unless_told_to_overwrite(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_images(tmp_path / "in")
+    folder = tmp_path / "out" / "train"
+    assert prepare(tmp_path / "in", tmp_path / "out", *IN_FIVES) == 0
+    (folder / "notes.txt").write_text("mine")
+    write_labels(folder, read_manifest(folder), "noisy", [0] * 12, {})  # type: ignore[arg-type]
+    before = contents(folder)
+    capsys.readouterr()
+    assert prepare(tmp_path / "in", tmp_path / "out", "--samples-per-shard", "6", "--resize", "16") == 1
+    error = capsys.readouterr().err
+    for says in ("samples per shard (there 5, now 6)", "resize (there None, now 16)", "--overwrite"):
+        assert says in error
+    (tmp_path / "in" / "dog" / "new.jpg").write_bytes(encoded(picture(99)))
+    assert prepare(tmp_path / "in", tmp_path / "out", *IN_FIVES) == 1
+    assert "images (there 12, now 13), paths, labels;" in capsys.readouterr().err
+    assert contents(folder) == before
+
+    assert prepare(tmp_path / "in", tmp_path / "out", "--samples-per-shard", "13", "--overwrite") == 0
+    assert list_labels(folder) == ["given"]  # the others were about other indices
+    assert (folder / "notes.txt").read_text() == "mine"
+    (folder / "notes.txt").unlink()
+    assert prepare(tmp_path / "in", tmp_path / "through", "--samples-per-shard", "13") == 0
+    assert contents(tmp_path / "out") == contents(tmp_path / "through")
+
+
+def test_a_run_that_was_begun_differently_is_refused_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_images(tmp_path / "in", count=20)
+    options = (*IN_FIVES, "--workers", "1")
+    (tmp_path / "in" / "dog" / "large.png").write_bytes(encoded(picture(0, 300, 200), "PNG"))
+    fail_for_want_of_space(tmp_path / "in", tmp_path / "out", *options, most=80_000)
+    capsys.readouterr()
+    assert prepare(tmp_path / "in", tmp_path / "out", "--samples-per-shard", "4") == 1
+    assert "was begun differently: samples per shard (there 5, now 4)" in capsys.readouterr().err
+    assert prepare(tmp_path / "in", tmp_path / "out", "--samples-per-shard", "30", "--overwrite") == 0
+    assert prepare(tmp_path / "in", tmp_path / "through", "--samples-per-shard", "30") == 0
+    assert contents(tmp_path / "out") == contents(tmp_path / "through")
+
+
+def test_overwriting_that_fails_half_way_does_not_look_complete(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_images(tmp_path / "in")
+    folder = tmp_path / "out" / "train"
+    assert prepare(tmp_path / "in", tmp_path / "out") == 0
+    (folder / "shard-000007.done").mkdir()  # cannot be deleted as a file
+    assert prepare(tmp_path / "in", tmp_path / "out", "--overwrite") == 1
+    assert "shard-000007.done" in capsys.readouterr().err
+    with pytest.raises(DataError):
+        read_manifest(folder)
+    (folder / "shard-000007.done").rmdir()
+    assert prepare(tmp_path / "in", tmp_path / "out") == 1
+    assert "has lost its manifest.json" in capsys.readouterr().err
+    assert prepare(tmp_path / "in", tmp_path / "out", "--overwrite") == 0
+
+
+@pytest.mark.parametrize("name", ["holiday.jpg", "manifest.json"])
+def test_a_folder_of_somebody_else_is_never_written_to(
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_images(tmp_path / "in")
+    folder = tmp_path / "out" / "train"
+    folder.mkdir(parents=True)
+    (folder / name).write_text("{}")
+    for options in ([], ["--overwrite"]):
+        assert prepare(tmp_path / "in", tmp_path / "out", *options) == 1
+        assert f"not made by `sopdist prepare` (it has {name})" in capsys.readouterr().err
+    assert contents(folder) == {name: b"{}"}
+
+
+def test_all_splits_are_checked_before_the_first_is_written(tmp_path: Path) -> None:
+    for name in ("train", "val"):
+        make_images(tmp_path / "in" / name)
+    (tmp_path / "out" / "val").mkdir(parents=True)
+    (tmp_path / "out" / "val" / "thesis.tex").write_text("mine")
+    assert prepare(tmp_path / "in", tmp_path / "out") == 1
+    assert not (tmp_path / "out" / "train").exists()
+
+
+def test_shards_that_were_damaged_meanwhile_are_written_again(tmp_path: Path) -> None:
+    make_images(tmp_path / "in", count=21)
+    (tmp_path / "in" / "dog" / "large.png").write_bytes(encoded(picture(0, 300, 200), "PNG"))
+    fail_for_want_of_space(tmp_path / "in", tmp_path / "out", *IN_FIVES, "--workers", "1", most=80_000)
+    folder = tmp_path / "out" / "train"
+    os.truncate(folder / "shard-000000.tar", 1000)
+    (folder / "shard-000001.idx").unlink()
+    (folder / "shard-000002.done").write_text("{not json")
+    assert prepare(tmp_path / "in", tmp_path / "out", *IN_FIVES) == 0
+    assert prepare(tmp_path / "in", tmp_path / "through", *IN_FIVES) == 0
+    assert contents(tmp_path / "out") == contents(tmp_path / "through")
+
+
+def test_two_runs_at_a_time_do_not_meet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_images(tmp_path / "in")
+    with job.locked(tmp_path / "out" / "train"):
+        assert prepare(tmp_path / "in", tmp_path / "out") == 1
+    assert "another `sopdist prepare` is at work here" in capsys.readouterr().err
+    assert prepare(tmp_path / "in", tmp_path / "out") == 0
+    shutil.rmtree(tmp_path / "out")

@@ -1,0 +1,212 @@
+"""Images on their way into a shard: kept byte for byte, shrunk, converted, or refused with a reason."""
+
+from __future__ import annotations
+
+import io
+import struct
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from sopdist.data.errors import ImageError
+from sopdist.data.reencode import fit_for_shard, strict_pillow
+
+from .pictures import encoded, picture
+
+WIDE = picture(1, 120, 80)
+ORIENTATION = 0x0112
+
+
+@pytest.fixture(autouse=True)
+def strict() -> Iterator[None]:
+    with strict_pillow():
+        yield
+
+
+def shown(content: bytes) -> Image.Image:
+    image = Image.open(io.BytesIO(content))
+    image.load()
+    return image
+
+
+def difference(image: Image.Image, expected: Image.Image) -> float:
+    """Mean over all pixels and colours, of 255."""
+    assert image.size == expected.size
+    assert image.mode == "RGB"
+    return float(np.abs(np.asarray(image).astype(int) - np.asarray(expected.convert("RGB")).astype(int)).mean())
+
+
+def bomb(content: bytes, at: int, kind: str, width: int, height: int) -> bytes:
+    """The same file, with another size in its header."""
+    size = struct.pack(kind, width, height)
+    return content[:at] + size + content[at + len(size) :]
+
+
+@pytest.mark.parametrize(
+    ("content", "extension"),
+    [
+        (encoded(WIDE, "JPEG"), "jpg"),
+        (encoded(WIDE, "JPEG", progressive=True), "jpg"),
+        (encoded(WIDE.convert("CMYK"), "JPEG"), "jpg"),
+        (encoded(WIDE.convert("L"), "PNG"), "png"),
+        (encoded(WIDE.convert("P"), "PNG"), "png"),
+        (encoded(Image.fromarray(np.arange(600, dtype=np.uint16).reshape(20, 30)), "PNG"), "png"),
+        (encoded(WIDE, "WEBP"), "webp"),
+        (encoded(WIDE, "WEBP", save_all=True, append_images=[picture(2, 120, 80)]), "webp"),
+    ],
+    ids=["jpeg", "progressive", "cmyk", "grey", "palette", "16 bit", "webp", "animated webp"],
+)
+def test_what_can_be_stored_goes_in_byte_for_byte(content: bytes, extension: str) -> None:
+    assert fit_for_shard(content) == (extension, content)
+    assert fit_for_shard(content, short_side=80) == (extension, content)  # small enough: never decoded
+
+
+@pytest.mark.parametrize("format", ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF"])
+def test_resized_the_short_side_is_as_asked_and_the_picture_the_same(format: str) -> None:  # noqa: A002
+    wide, tall = picture(3, 300, 200), picture(4, 201, 500)
+    for image, size in ((wide, (60, 40)), (tall, (40, round(500 * 40 / 201)))):
+        result = fit_for_shard(encoded(image, format), short_side=40)
+        assert result.format == "jpg"
+        small = shown(result.content)
+        assert small.format == "JPEG"
+        dither = 9 if format == "GIF" else 3
+        assert difference(small, image.resize(size, Image.Resampling.BOX)) < dither
+
+
+def test_never_enlarged_never_flattened_to_nothing() -> None:
+    content = encoded(picture(0, 30, 20))
+    assert fit_for_shard(content, short_side=64).content == content
+    converted = fit_for_shard(encoded(picture(0, 30, 20), "BMP"), short_side=64)
+    assert converted.format == "jpg"
+    assert shown(converted.content).size == (30, 20)
+    assert shown(fit_for_shard(encoded(picture(0, 4000, 3)), short_side=2).content).size == (2667, 2)
+
+
+def test_quality_is_as_asked() -> None:
+    content = encoded(picture(0, 300, 200))
+    small, large = (fit_for_shard(content, 100, quality).content for quality in (20, 95))
+    assert len(small) < len(large) / 2
+    assert fit_for_shard(content, 100).content == large
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_an_image_that_exif_turns_comes_out_upright(orientation: int) -> None:
+    upright = picture(5, 120, 80)
+    stored = {
+        1: upright,
+        2: upright.transpose(Image.Transpose.FLIP_LEFT_RIGHT),
+        3: upright.rotate(180),
+        4: upright.transpose(Image.Transpose.FLIP_TOP_BOTTOM),
+        5: upright.transpose(Image.Transpose.TRANSPOSE),
+        6: upright.rotate(90, expand=True),  # the camera was turned: shown after a quarter turn clockwise
+        7: upright.transpose(Image.Transpose.TRANSVERSE),
+        8: upright.rotate(-90, expand=True),
+    }[orientation]
+    exif = Image.Exif()
+    exif[ORIENTATION] = orientation
+    for format_ in ("JPEG", "PNG", "WEBP", "TIFF"):
+        content = encoded(stored, format_, exif=exif)
+        result = shown(fit_for_shard(content, short_side=40).content)
+        assert difference(result, upright.resize((60, 40), Image.Resampling.BOX)) < 4, format_
+        assert result.getexif().get(ORIENTATION, 1) == 1
+
+
+def test_odd_colours_become_the_rgb_that_training_sees() -> None:
+    expected = WIDE.resize((60, 40), Image.Resampling.BOX)
+    for content in (
+        encoded(WIDE.convert("CMYK"), "JPEG", quality=95),
+        encoded(WIDE.quantize(256, dither=Image.Dither.NONE), "PNG"),
+        encoded(WIDE.convert("RGBA"), "PNG"),
+        encoded(WIDE.convert("CMYK"), "TIFF"),
+        encoded(WIDE, "WEBP", lossless=True, save_all=True, append_images=[picture(2, 120, 80)]),
+    ):
+        assert difference(shown(fit_for_shard(content, short_side=40).content), expected) < 5
+    deep = (np.asarray(WIDE.convert("L")).astype(np.uint16) << 8) + 77  # 16 bits a pixel
+    for format_ in ("PNG", "TIFF"):
+        small = shown(fit_for_shard(encoded(Image.fromarray(deep), format_), short_side=40).content)
+        assert difference(small, expected.convert("L")) < 3
+
+
+@pytest.mark.parametrize(
+    ("image", "format"),
+    [
+        (picture(6, 9, 7), "BMP"),
+        (picture(6, 9, 7), "TIFF"),
+        (picture(6, 9, 7).convert("L"), "GIF"),
+        (picture(6, 9, 7).convert("P"), "GIF"),
+        (picture(6, 9, 7).convert("1"), "TIFF"),
+        (Image.fromarray(np.arange(63, dtype=np.uint16).reshape(7, 9) * 1000), "TIFF"),
+    ],
+    ids=["bmp", "tiff", "grey gif", "gif", "1 bit", "16 bit"],
+)
+def test_other_formats_become_png_without_loss(image: Image.Image, format: str) -> None:  # noqa: A002
+    result = fit_for_shard(encoded(image, format))
+    assert result.format == "png"
+    png = shown(result.content)
+    assert png.format == "PNG"
+    rgb = [np.asarray(one if one.mode.startswith("I") else one.convert("RGB")) for one in (png, image)]
+    np.testing.assert_array_equal(*rgb)
+
+
+def test_of_an_animation_the_first_frame_is_taken() -> None:
+    frames = [Image.new("RGB", (20, 20), colour) for colour in ("red", "green", "blue")]
+    content = encoded(frames[0], "GIF", save_all=True, append_images=frames[1:])
+    for short_side in (None, 10):
+        result = shown(fit_for_shard(content, short_side).content).convert("RGB")
+        assert difference(result, Image.new("RGB", result.size, "red")) < 3
+
+
+@pytest.mark.parametrize("short_side", [None, 20])
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "empty file"),
+        (b"<html>404 Not Found</html>", "HTML"),
+        (b"BM, this is a text", "cannot be decoded"),
+        (b"%PDF-1.4 and so on", "not JPEG, PNG or WebP"),
+        (encoded(WIDE)[:-500], "cut short"),
+        (encoded(WIDE)[:20], "cut short"),
+        (encoded(WIDE, "PNG")[:-500], "cut short"),
+        (encoded(WIDE, "WEBP")[:-500], "cut short"),
+        (encoded(WIDE, "GIF")[:-2000], "cannot be decoded"),
+        (encoded(WIDE, "BMP")[:-2000], "cannot be decoded"),
+        (encoded(WIDE, "TIFF")[:-2000], "cannot be decoded"),
+        (bomb(encoded(WIDE, "PNG"), 16, ">II", 100_000, 100_000), "100000 x 100000 pixels"),
+        (bomb(encoded(WIDE, "GIF"), 6, "<HH", 60_000, 60_000), "pixels that Pillow decodes"),
+        (bomb(encoded(WIDE, "GIF"), 6, "<HH", 12_000, 10_000), "pixels that Pillow decodes"),  # it would only warn
+        (bomb(encoded(WIDE, "BMP"), 18, "<ii", 50_000, 50_000), "pixels that Pillow decodes"),
+        (encoded(Image.fromarray(np.ones((30, 30), np.float32)), "TIFF"), "floating-point"),
+    ],
+    ids=[
+        "empty", "html", "text", "pdf", "jpeg cut", "jpeg header cut", "png cut", "webp cut", "gif cut", "bmp cut",
+        "tiff cut", "png bomb", "gif bomb", "gif small bomb", "bmp bomb", "float",
+    ],
+)  # fmt: skip
+def test_what_cannot_be_used_is_refused_with_a_reason(content: bytes, reason: str, short_side: int | None) -> None:
+    with pytest.raises(ImageError, match=reason):
+        fit_for_shard(content, short_side)
+
+
+def test_damage_inside_shows_when_decoded() -> None:
+    """The end is there, the middle is missing: not seen in the header, but never an unexpected error."""
+    png = encoded(picture(7, 200, 100), "PNG")
+    damaged = png[: len(png) // 3] + png[2 * len(png) // 3 :]
+    assert fit_for_shard(damaged).content == damaged
+    with pytest.raises(ImageError, match="cannot be decoded"):
+        fit_for_shard(damaged, short_side=50)
+
+
+def test_random_damage_is_an_image_error_or_an_image() -> None:
+    draw = np.random.default_rng(0)
+    for format_ in ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF"):
+        content = np.frombuffer(encoded(picture(8, 60, 50), format_), np.uint8)
+        for _ in range(60):
+            broken = content.copy()
+            places = draw.integers(0, min(len(content), 400), size=draw.integers(1, 8))
+            broken[places] = draw.integers(0, 256, len(places))
+            try:
+                fit_for_shard(broken.tobytes(), short_side=20)
+            except ImageError as error:
+                assert str(error)

@@ -1,0 +1,129 @@
+"""What holds for every source, and the trees that their tests are made of."""
+
+from __future__ import annotations
+
+import argparse
+import io
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from sopdist.data.errors import DataError
+from sopdist.data.headers import read_header
+from sopdist.data.keys import keys_of
+from sopdist.data.labels import GIVEN, check_name
+from sopdist.data.sources import clothing1m, ilsvrc12, webvision
+from sopdist.data.sources.cifar import CIFAR10, CIFAR100
+from sopdist.data.sources.lists import numbered_lines, read_labelled, read_names, read_paths
+from sopdist.data.sources.source import Source, SourceSplit
+
+SOURCES: dict[str, Source] = {
+    "clothing1m": clothing1m,
+    "webvision": webvision,
+    "ilsvrc12-val": ilsvrc12,
+    "cifar10": CIFAR10,
+    "cifar100": CIFAR100,
+}
+
+
+def jpeg(number: int) -> bytes:
+    """A small real JPEG, another one for each number."""
+    buffer = io.BytesIO()
+    Image.new("RGB", (9 + number % 7, 8), (number * 37 % 256, number * 11 % 256, number % 256)).save(buffer, "JPEG")
+    return buffer.getvalue()
+
+
+def write_tree(root: Path, files: dict[str, bytes | str]) -> Path:
+    """Write files, given by their paths under `root`."""
+    for name, content in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return root
+
+
+def find(source: Source, root: Path, *options: str) -> dict[str, SourceSplit]:
+    """Run the source as `sopdist prepare` does, and check what must hold for any split."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--root")
+    source.add_arguments(parser)
+    splits = {split.name: split for split in source.find_splits(parser.parse_args(["--root", str(root), *options]))}
+    for split in splits.values():
+        assert GIVEN in split.labels
+        assert split.origins.keys() == split.labels.keys()
+        assert len(set(split.classes)) == len(split.classes)
+        assert len(keys_of(split.paths)) == len(split.paths) > 0
+        for name, labels in split.labels.items():
+            check_name(name)
+            assert labels.dtype == "int64"
+            assert labels.shape == (len(split.paths),)
+        for number in range(len(split.paths)):
+            read_header(split.read(number))
+    return splits
+
+
+def complaint(source: Source, root: Path, *options: str) -> str:
+    """What the source says about a tree that is not right."""
+    with pytest.raises(DataError) as caught:
+        find(source, root, *options)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("clothing1m", "--root annotations/ noisy_label_kv.txt clean_test_key_list.txt images/ Splits: Label sets:"),
+        ("webvision", "--root info/synsets.txt train_filelist_google.txt val_images_256/ mini google full Splits:"),
+        ("ilsvrc12-val", "--root --synsets --classes-count val/n01440764/ meta.mat val.txt sorted One split, ilsvrc12"),
+        ("cifar10", "--root cifar-10-batches-py/ cifar-10-batches-bin/ --human cifar10n-worst Splits: Label sets:"),
+        ("cifar100", "--root cifar-100-python/ cifar-100-binary/ --human cifar100n-noisy Splits: Label sets:"),
+    ],
+)
+def test_the_help_of_a_source_shows_the_layout_it_expects(name: str, words: str) -> None:
+    text = SOURCES[name].__doc__ or ""
+    assert [word for word in words.split() if word not in text] == []
+    assert max(map(len, text.splitlines())) <= 120
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_a_root_that_is_no_folder_is_named(name: str, tmp_path: Path) -> None:
+    options = ["--synsets", "x"] if name == "ilsvrc12-val" else []
+    assert "absent: no such folder" in complaint(SOURCES[name], tmp_path / "absent", *options)
+
+
+def test_lists_keep_odd_file_names_and_ignore_what_editors_add(tmp_path: Path) -> None:
+    path = tmp_path / "list.txt"
+    path.write_bytes(b"\xef\xbb\xbfa b/c.jpg\t 1\r\n\r\n  caf\xe9\x1c\xe3\x80\x80.jpg 0 \n")
+    assert read_labelled(path, 2) == {"a b/c.jpg": 1, "caf\udce9\x1c\u3000.jpg": 0}
+    assert [number for number, _ in numbered_lines(path)] == [1, 3]
+    assert read_names(path) == ("a b/c.jpg\t 1", "caf\udce9\x1c\u3000.jpg 0")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("a.jpg 0\nb.jpg 2\n", "line 2: label '2' of 'b.jpg'; allowed are 0 to 1"),
+        ("a.jpg 0\nb.jpg -1\n", "line 2: label '-1'"),
+        ("a.jpg 1_0\n", "line 1: label '1_0'"),
+        ("a.jpg 0\n\nb.jpg\n", "line 3: expected `path label`, found 'b.jpg'"),
+        ("a.jpg 0\nb.jpg 0\na.jpg 1\n", "line 3: 'a.jpg' is a duplicate"),
+        ("a.jpg 0\n../b.jpg 0\n", "line 2: '../b.jpg' leads out of the data set"),
+        ("/etc/a.jpg 0\n", "line 1: '/etc/a.jpg' leads out of the data set"),
+        ("\n", "list.txt: has no entries"),
+    ],
+)
+def test_a_wrong_line_is_named_with_its_file_and_number(content: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "list.txt"
+    path.write_text(content)
+    with pytest.raises(DataError) as caught:
+        read_labelled(path, 2)
+    assert str(path) in str(caught.value)
+    assert message in str(caught.value)
+
+
+def test_a_path_twice_in_a_key_list_is_named_with_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "list.txt"
+    path.write_text("a.jpg\n\nb..jpg\na.jpg\n")
+    with pytest.raises(DataError, match=r"list\.txt, line 4: 'a\.jpg' is a duplicate"):
+        read_paths(path)
