@@ -40,6 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     from . import demo
+    from .bench import input as bench_input
     from .bench import kernels as bench_kernels
     from .bench import table as bench_table
     from .data.commands import inspect, labels, prepare, verify
@@ -57,6 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     bench = commands.add_parser("bench", help="measure sopdist against its peers, in one run")
     benches = bench.add_subparsers(required=True, metavar="WHAT")
     _add(benches, bench_table, "table", "cost and bytes of the noise table against N and K")
+    _add(benches, bench_input, "input", "images/s of the input pipeline, beside DALI's reader and stock webdataset")
     _add(benches, bench_kernels, "kernels", "compile the CUDA kernels ahead of time: registers, spills (needs no GPU)")
     return parser
 

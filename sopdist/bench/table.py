@@ -19,6 +19,7 @@ from tqdm import tqdm
 from ..noise.rows import row_bytes
 from .candidates import AUTHORS, CANDIDATES, CROSS_ENTROPY, OURS, SETTLED, Batch, Sizes, Step, draw_batches
 from .timing import Timing, environment, format_table, load_warning, measure, write_json
+from .verdict import Verdict
 
 LOSSES = ("slots, flow", SETTLED, "dense, flow")  # what part 2 holds against cross-entropy
 LOSS_FACTOR, LOSS_EXTRA = 1.5, 0.5e-3  # the target of part 2: that many times cross-entropy, and seconds on top
@@ -64,20 +65,6 @@ class Cell:
         """For the results file; seconds and bytes."""
         found = {name: {**asdict(timing), "bytes": self.nbytes[name]} for name, timing in self.timings.items()}
         return {**self.sizes._asdict(), "candidates": found, "skipped": self.skipped}
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """A target, what was measured, and whether it was met; None where this run has nothing to say on it."""
-
-    target: str
-    measured: str
-    met: bool | None
-
-    def __str__(self) -> str:
-        if self.met is None:
-            return f"not measured  {self.target}"
-        return f"{'met' if self.met else 'MISSED':<12}  {self.target}: {self.measured}"
 
 
 def measure_cells(

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from PIL import Image, ImageDraw, ImageFont
 
+from .decode.images import decode_image
 from .errors import ImageError
-from .headers import FORMATS, read_header
-from .reencode import to_rgb
+from .headers import read_header
 
 _THUMB = 128
 _LINE = 15
@@ -21,17 +21,6 @@ _TITLE = 40
 _WIDTH_TO_HEIGHT = 1.6  # of the sheet, as far as the tiles allow
 _INK, _FAINT, _PAPER, _FRAME = "#202020", "#808080", "#ffffff", "#e4e4e4"
 _WRONG, _RIGHT = "#c62828", "#2e7d32"
-
-_PILLOW_NAMES = {"jpg": "JPEG"}  # otherwise the extension in capitals
-_UNDO_ORIENTATION = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
 
 
 @dataclass(frozen=True)
@@ -44,22 +33,14 @@ class Tile:
     clean: str | None = None  # the true class, if it is known and another
 
 
-def decode_upright(content: bytes, within: int | None = None) -> Image.Image:
-    """Decode in full, as RGB and upright; with `within`, shrunk to fit a square of that side. Else: ImageError."""
-    header = read_header(content)
-    formats = tuple(_PILLOW_NAMES.get(name, name.upper()) for name in FORMATS)  # and no other decoder of Pillow's
+def decode_upright(content: bytes) -> Image.Image:
+    """Decode in full, as training does: RGB, upright. ImageError says why it fails."""
     try:
-        with Image.open(io.BytesIO(content), formats=formats) as image:
-            if within is not None:
-                image.thumbnail((within, within))
-            rgb = to_rgb(image)
+        return Image.fromarray(decode_image(content, read_header(content)))
     except (ImageError, MemoryError):
         raise
     except Exception as error:  # damaged bytes make a decoder raise nearly anything
         raise ImageError(f"cannot be decoded: {error}") from None
-    # By our own reading of the header, which training shares; Pillow also believes XMP.
-    undo = _UNDO_ORIENTATION.get(header.orientation)
-    return rgb if undo is None else rgb.transpose(undo)
 
 
 def draw_sheet(tiles: Sequence[Tile], title: str) -> bytes:
@@ -106,7 +87,8 @@ def _draw_tile(sheet: Image.Image, pen: _Pen, tile: Tile, x: int, y: int) -> Non
     try:
         if isinstance(tile.image, str):
             raise ImageError(tile.image)
-        thumb = decode_upright(tile.image, _THUMB)
+        thumb = decode_upright(tile.image)
+        thumb.thumbnail((_THUMB, _THUMB))
         if thumb.width * 2 <= _THUMB and thumb.height * 2 <= _THUMB:  # tiny ones would be hard to see
             scale = _THUMB // max(thumb.size)
             thumb = thumb.resize((thumb.width * scale, thumb.height * scale), Image.Resampling.NEAREST)
@@ -118,7 +100,7 @@ def _draw_tile(sheet: Image.Image, pen: _Pen, tile: Tile, x: int, y: int) -> Non
     pen.write((x, y), f"#{tile.index}", _FAINT, _THUMB)
     pen.write((x, y + _LINE), tile.label, _INK if tile.clean is None else _WRONG, _THUMB)
     if tile.clean is not None:
-        pen.write((x, y + 2 * _LINE), tile.clean, _RIGHT, _THUMB)
+        pen.write((x, y + 2 * _LINE), f"clean: {tile.clean}", _RIGHT, _THUMB)
 
 
 def _draw_broken(pen: _Pen, reason: str, x: int, y: int) -> None:

@@ -109,7 +109,8 @@ def _png(data: bytes) -> ImageHeader:
         elif kind == b"eXIf":
             orientation = _exif_orientation(data[at + 8 : at + 8 + length]) or orientation
         at += 12 + length
-    if data.rfind(b"IEND", at) < 0:
+    end = data.rfind(b"IEND", at)
+    if end < 0 or end + 8 > len(data):  # its name is followed by a checksum
         raise ImageError("PNG cut short: it has no end chunk")
     return ImageHeader(PNG, width, height, orientation, plain)
 

@@ -42,7 +42,7 @@ def manifest_text(manifest: Manifest, label_sets: Sequence[str]) -> str:
     size = sum(shard.bytes for shard in manifest.shards)
     rows = [
         ["dataset", f"{manifest.dataset}, split {manifest.split}"],
-        ["samples", f"{manifest.samples:,} in {len(manifest.shards):,} shards, {bytes_text(size)}"],
+        ["samples", f"{manifest.samples:,}, {bytes_text(size)} in {len(manifest.shards):,} tars"],
         ["classes", f"{len(manifest.classes):,}"],
         ["label sets", ", ".join(label_sets) or "none"],
         ["digest", manifest.digest],

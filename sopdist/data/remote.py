@@ -18,7 +18,7 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import islice
@@ -189,10 +189,9 @@ class _Cache:
             return sign
 
     def complete(self, file: io.FileIO, path: Path, write: Callable[[io.FileIO], None]) -> int:
-        """Let `write` fill what `begin` opened, then give it its name; returns it held."""
+        """Let `write` fill what `begin` opened, down to the disk, then give it its name; returns it held."""
         try:
             write(file)
-            os.fsync(file.fileno())
             with self.changing():
                 os.replace(str(file.name), path)
                 fcntl.flock(file, fcntl.LOCK_SH)
@@ -204,12 +203,13 @@ class _Cache:
         finally:
             file.close()
 
-    def use(self, held: int, paths: Sequence[Path]) -> bool:
-        """Note that these files are in use now; False if one was evicted although it was held."""
+    def use(self, held: int, size: int, paths: Sequence[Path]) -> bool:
+        """Note that these files are in use now; False if one was evicted, or cut, although it was held."""
         with self.changing(), suppress(FileNotFoundError):
             for path in paths:
                 os.utime(path)
-            return os.fstat(held).st_nlink > 0
+            found = os.fstat(held)
+            return found.st_nlink > 0 and found.st_size == size
         return False
 
 
@@ -310,17 +310,18 @@ class RemoteStore:
                 names += [file.removesuffix(".npy")] if file.endswith(".npy") else []
         return names
 
-    def expect(self, coming: Sequence[ShardInfo]) -> None:
+    def expect(self, coming: Iterable[ShardInfo]) -> None:
         """Fetch these ahead, in this order."""
         self.manifest()
+        expected = {info.name: info for info in coming}
         with self._changed:
             self._check_usable()
-            self._expected = {info.name: info for info in coming}
+            self._expected = expected
             self._failed.clear()
             for name in self._ready.keys() - self._expected.keys():
                 _release(self._ready.pop(name))
             self._changed.notify_all()
-            if coming and not self._workers:
+            if expected and not self._workers:
                 self._sign = self._cache.announce()
                 for number in range(self._parallel):
                     worker = threading.Thread(target=self._work, name=f"sopdist-fetch-{number}", daemon=True)
@@ -349,7 +350,7 @@ class RemoteStore:
                 finally:
                     self._no_longer_busy(info)
             try:
-                used = self._cache.use(held, [folder / info.name, folder / info.index_name])
+                used = self._cache.use(held, info.bytes, [folder / info.name, folder / info.index_name])
             finally:
                 _release(held)
         with self._changed:
@@ -524,6 +525,7 @@ class RemoteStore:
 
         def write(file: io.FileIO) -> None:
             file.write(content)
+            os.fsync(file.fileno())
 
         with suppress(_NoRoomError):
             with self._cache.changing():

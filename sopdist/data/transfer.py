@@ -53,9 +53,9 @@ class ClosedError(DataError):
 
 
 _USER = re.compile(r"(?<=://)[^\s'\"]*@")
-_QUERY = re.compile(r"\?[^\s'\")>]+")
+_QUERY = re.compile(r"\?(?!\*\*\*)[^\s'\")>]+")
 _NAMED = re.compile(
-    r"(?i)((?:authorization|token|secret|passw\w*|signature|credential|access.?key\w*|api.?key)\w*['\"]?\s*[=:]\s*)"
+    r"(?i)((?:authorization|token|secret|passw\w*|signature|credential|access.?key|api.?key|key(?==))\w*['\"]?\s*[=:]\s*)"
     r"((?:bearer|basic)\s+)?[^\s'\"&]+"
 )
 
@@ -245,7 +245,7 @@ class Transfer:
         """After a failure: wait for the next try, or raise what a person should read."""
         if isinstance(error, DataError) and not isinstance(error, _CommandError):
             raise error
-        status = getattr(error, "status", getattr(error, "code", None))  # aiohttp's, gcsfs's
+        status = getattr(error, "status" if hasattr(error, "status") else "code", None)  # aiohttp's, gcsfs's
         reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         if isinstance(error, _CommandError):
             reason = str(error)
@@ -325,7 +325,7 @@ def _words(root: str) -> list[str]:
 def _open_filesystem(root: str, shown: str, options: Callable[[], dict[str, Any]]) -> tuple[Any, str]:
     """fsspec's file system of a URL, and the URL's path in it."""
     try:
-        from fsspec.core import url_to_fs  # type: ignore[import-untyped]
+        from fsspec.core import url_to_fs
     except ImportError:
         raise DataError(f"{shown}: remote data needs fsspec: pip install 'sopdist[data]'") from None
     try:

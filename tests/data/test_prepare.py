@@ -98,9 +98,7 @@ def test_resize_shrinks_large_images_and_leaves_small_ones_alone(tmp_path: Path)
         assert split.image(1) == small
 
 
-def test_bad_images_are_left_out_of_everything_and_listed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_images_are_left_out_of_everything_and_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     good = encoded(picture(0))
     png = encoded(picture(1), "PNG")
     turned = Image.Exif()

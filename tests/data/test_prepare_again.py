@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import resource
-import shutil
 import signal
 import subprocess
 import sys
@@ -138,7 +137,7 @@ def test_what_is_prepared_already_is_left_alone_with_the_label_sets_that_were_ad
     folder = tmp_path / "out" / "train"
     assert prepare(tmp_path / "in", tmp_path / "out") == 0
     manifest = read_manifest(folder)
-    write_labels(folder, manifest, "corrected", [0] * 12, {})  # type: ignore[arg-type]
+    write_labels(folder, manifest, "corrected", [0] * 12, {})
     before = contents(folder)
     (folder / "shard-000000.done").write_text("{}")  # as if killed right after the manifest was written
     (folder / "prepare.json").write_text("{}")
@@ -155,7 +154,7 @@ def test_another_job_is_refused_by_what_differs_unless_told_to_overwrite(
     folder = tmp_path / "out" / "train"
     assert prepare(tmp_path / "in", tmp_path / "out", *IN_FIVES) == 0
     (folder / "notes.txt").write_text("mine")
-    write_labels(folder, read_manifest(folder), "noisy", [0] * 12, {})  # type: ignore[arg-type]
+    write_labels(folder, read_manifest(folder), "noisy", [0] * 12, {})
     before = contents(folder)
     capsys.readouterr()
     assert prepare(tmp_path / "in", tmp_path / "out", "--samples-per-shard", "6", "--resize", "16") == 1
@@ -247,4 +246,3 @@ def test_two_runs_at_a_time_do_not_meet(tmp_path: Path, capsys: pytest.CaptureFi
         assert prepare(tmp_path / "in", tmp_path / "out") == 1
     assert "another `sopdist prepare` is at work here" in capsys.readouterr().err
     assert prepare(tmp_path / "in", tmp_path / "out") == 0
-    shutil.rmtree(tmp_path / "out")

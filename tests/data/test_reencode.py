@@ -5,12 +5,14 @@ from __future__ import annotations
 import io
 import struct
 from collections.abc import Iterator
+from contextlib import suppress
 
 import numpy as np
 import pytest
 from PIL import Image
 
 from sopdist.data.errors import ImageError
+from sopdist.data.headers import FORMATS
 from sopdist.data.reencode import fit_for_shard, strict_pillow
 
 from .pictures import encoded, picture
@@ -206,7 +208,5 @@ def test_random_damage_is_an_image_error_or_an_image() -> None:
             broken = content.copy()
             places = draw.integers(0, min(len(content), 400), size=draw.integers(1, 8))
             broken[places] = draw.integers(0, 256, len(places))
-            try:
-                fit_for_shard(broken.tobytes(), short_side=20)
-            except ImageError as error:
-                assert str(error)
+            with suppress(ImageError):
+                assert fit_for_shard(broken.tobytes(), short_side=20).format in FORMATS

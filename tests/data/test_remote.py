@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import io
 import json
 import logging
 import os
@@ -13,26 +12,25 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import fsspec  # type: ignore[import-untyped]
+import fsspec
 import numpy as np
 import pytest
-from PIL import Image
 
 from sopdist.data import remote, transfer
 from sopdist.data.errors import DataError
 from sopdist.data.labels import read_labels, write_labels
-from sopdist.data.manifest import Manifest, read_manifest, shard_name
+from sopdist.data.manifest import read_manifest, shard_name
 from sopdist.data.remote import RemoteStore, open_store
-from sopdist.data.shards import Member, write_shard
 from sopdist.data.split import Split, open_split
 from sopdist.data.store import LocalStore
 from sopdist.data.transfer import without_secrets
 
 from .http_server import CLIP, CUT, DROP, HANG, WRONG, Server
+from .pictures import encoded, picture
+from .small_splits import sample, write_split
 
 SHARDS, SAMPLES = 6, 6
 PLENTY = 1 << 30
@@ -43,20 +41,9 @@ PIECE = 8 << 10
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A split on this machine: the oracle of all tests."""
     folder = tmp_path_factory.mktemp("split")
-    random = np.random.default_rng(0)
-    shards = []
-    for number in range(SHARDS):
-        members = []
-        for place in range(SAMPLES):
-            buffer = io.BytesIO()
-            Image.fromarray(random.integers(0, 256, (48, 48, 3), dtype=np.uint8)).save(buffer, "JPEG", quality=95)
-            members.append(Member(f"a/{number}-{place}", "jpg", buffer.getvalue(), {"label": place}))
-        info = write_shard(folder / shard_name(number), members)
-        shards.append(replace(info, first=number * SAMPLES))
-    manifest = Manifest("noise", "train", tuple("abcdef"), tuple(shards))
-    manifest.write(folder)
-    write_labels(folder, manifest, "given", np.arange(manifest.samples) % 6, {"source": "test"})
-    write_labels(folder, manifest, "clean", np.zeros(manifest.samples, dtype=np.int64), {"source": "test"})
+    members = [sample(index, image=encoded(picture(index), quality=95)) for index in range(SHARDS * SAMPLES)]
+    manifest = write_split(folder, members, per_shard=SAMPLES)
+    write_labels(folder, manifest, "clean", np.zeros(manifest.samples, dtype=np.int64), {"kind": "test"})
     return folder
 
 
@@ -84,6 +71,23 @@ def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def open_remote(root: str, cache: Path, limit: int = PLENTY, **options: Any) -> RemoteStore:
     return RemoteStore(root, cache, limit, backoff=0.01, **options)
+
+
+def open_remote_closing(root: str, cache: Path, limit: int = PLENTY, **options: Any) -> ClosingStore:
+    return ClosingStore(open_remote(root, cache, limit, **options))
+
+
+class ClosingStore:
+    """A store that the end of a `with` closes."""
+
+    def __init__(self, store: RemoteStore) -> None:
+        self.store = store
+
+    def __enter__(self) -> RemoteStore:
+        return self.store
+
+    def __exit__(self, *error: object) -> None:
+        self.store.close()
 
 
 def assert_reads_like(store: RemoteStore, home: Path, ahead: bool = True) -> None:
@@ -155,15 +159,15 @@ def test_a_bad_connection_costs_retries_and_nothing_else(
 
 
 @pytest.mark.usefixtures("small_pieces")
-def test_a_dropped_connection_costs_a_piece_and_not_the_file(server: Server, cache: Path, home: Path) -> None:
+def test_a_dropped_connection_costs_a_piece_and_not_the_file(server: Server, cache: Path) -> None:
     name = shard_name(0)
-    server.faults[name] = [206, DROP]  # 206 without a body: an empty piece
+    server.faults[name] = [CLIP, DROP, 503]
     store = open_remote(server.url, cache)
     info = store.manifest().shards[0]
     store.folder_of(info)
     pieces = -(-info.bytes // PIECE)
     assert pieces > 2
-    assert server.requests[name] <= pieces + 4  # two failures; the pieces after them are smaller
+    assert server.requests[name] <= pieces + 5  # after each failure a smaller piece or two
     store.close()
 
 
@@ -270,7 +274,7 @@ def test_what_failed_ahead_fails_when_it_is_asked_for_and_the_others_are_there(s
         with pytest.raises(DataError, match="not found"):
             store.folder_of(shards[0])
         store.folder_of(shards[1])
-        assert store.stats()["hits"] == 1
+        assert server.requests[shard_name(1)] == 1
 
 
 def test_a_wrong_address_says_so(server: Server, cache: Path) -> None:
@@ -279,23 +283,6 @@ def test_a_wrong_address_says_so(server: Server, cache: Path) -> None:
     server.always["manifest.json"] = WRONG
     with pytest.raises(DataError, match=r"manifest\.json: not JSON"):
         open_remote(server.url, cache).manifest()
-
-
-def open_remote_closing(root: str, cache: Path, limit: int = PLENTY, **options: Any) -> ClosingStore:
-    return ClosingStore(open_remote(root, cache, limit, **options))
-
-
-class ClosingStore:
-    """A store that the end of a `with` closes."""
-
-    def __init__(self, store: RemoteStore) -> None:
-        self.store = store
-
-    def __enter__(self) -> RemoteStore:
-        return self.store
-
-    def __exit__(self, *error: object) -> None:
-        self.store.close()
 
 
 # Labels
@@ -311,14 +298,12 @@ def test_label_sets_are_listed_kept_and_renewed(server: Server, cache: Path, hom
         manifest = store.manifest()
         assert store.list_labels() == ["clean", "given"]
         first = store.labels(manifest, "given")
-        assert first.recipe == {"source": "test"}
+        assert first.recipe == {"kind": "test"}
         store.labels(manifest, "given")
         assert server.requests["labels/given.npy"] == 1  # the second came from the cache
-        write_labels(copy, manifest, "given", 5 - first.labels, {"source": "another"})
-        np.testing.assert_array_equal(store.labels(manifest, "given").labels, 5 - first.labels)
-        assert read_labels(next(cache.glob("*/manifest.json")).parent, manifest, "given").recipe == {
-            "source": "another"
-        }
+        write_labels(copy, manifest, "given", 2 - first.labels, {"kind": "another"})
+        np.testing.assert_array_equal(store.labels(manifest, "given").labels, 2 - first.labels)
+        assert read_labels(next(cache.glob("*/manifest.json")).parent, manifest, "given").recipe == {"kind": "another"}
         with pytest.raises(DataError, match=r"no label set 'best'; there is: clean, given"):
             store.labels(manifest, "best")
         with pytest.raises(DataError, match="label set name"):
@@ -339,10 +324,10 @@ def test_downloads_follow_the_expected_order(server: Server, cache: Path) -> Non
         store.expect(order)
         wait_for(lambda: len(cached_tars(cache)) == SHARDS)
         assert server.tars == [info.name for info in order]
-        wait_for(lambda: (cache / store.manifest().digest[:16] / "shard-000003.idx").exists())
         for info in order:
             store.folder_of(info)
-        assert store.stats()["hits"] == SHARDS
+        assert store.stats()["hits"] >= SHARDS - 1  # the last one may be about to come
+        assert max(server.requests.values()) == 1
 
 
 @pytest.mark.usefixtures("short_grace")
@@ -430,13 +415,13 @@ def test_a_limit_that_cannot_hold_a_shard_is_refused_with_the_figure(server: Ser
     largest = max(info.bytes for info in open_remote(server.url, cache).manifest().shards)
     with pytest.raises(DataError, match=rf"need {largest:,} bytes, the limit .* is {largest - 1:,}"):
         open_remote(server.url, cache, largest - 1).manifest()
-    store = open_remote(server.url, cache, largest)  # no room for the index
-    with pytest.raises(DataError, match="shard and index need"):
-        for info in store.manifest().shards:
+    with open_remote_closing(server.url, cache, largest) as store:  # no room for the index
+        info = max(store.manifest().shards, key=lambda info: info.bytes)
+        with pytest.raises(DataError, match="shard and index need"):
             store.folder_of(info)
-    store.close()
 
 
+@pytest.mark.usefixtures("short_grace")
 def test_files_that_are_not_ours_are_neither_counted_nor_touched(server: Server, cache: Path, home: Path) -> None:
     (cache / "thesis").mkdir(parents=True)
     mine = [cache / "thesis" / "shard-000000.tar", cache / "notes.json"]
@@ -453,7 +438,7 @@ def test_files_that_are_not_ours_are_neither_counted_nor_touched(server: Server,
 def test_what_is_cached_is_not_downloaded_again(server: Server, cache: Path, home: Path) -> None:
     assert_reads_like(open_remote(server.url, cache), home)
     store = open_remote(server.url, cache)
-    assert_reads_like(store, home)
+    assert_reads_like(store, home, ahead=False)
     assert all(count == 1 for path, count in server.requests.items() if path.endswith((".tar", ".idx", ".npy")))
     assert store.stats()["hits"] == SHARDS
 
@@ -515,7 +500,6 @@ def test_two_processes_share_a_cache_and_download_each_shard_once(server: Server
 def test_a_killed_process_leaves_a_cache_that_the_next_one_can_use(server: Server, cache: Path, home: Path) -> None:
     server.always[shard_name(2)] = HANG
     reader = start_reader(server.url, cache)
-    reader.communicate("go\n", timeout=None) if False else None
     assert reader.stdin is not None
     reader.stdin.write("go\n")
     reader.stdin.flush()
@@ -523,8 +507,7 @@ def test_a_killed_process_leaves_a_cache_that_the_next_one_can_use(server: Serve
     wait_for(lambda: len(cached_tars(cache)) == SHARDS - 1)
     reader.send_signal(signal.SIGKILL)
     reader.communicate()
-    (part,) = cache.glob("*/*.part")
-    assert part.name == shard_name(2) + ".part"
+    assert shard_name(2) + ".part" in [path.name for path in cache.glob("*/*.part")]
     server.always.clear()
     assert_reads_like(open_remote(server.url, cache, limit_for(home, SHARDS)), home)
     assert not list(cache.glob("*/*.part"))
@@ -584,10 +567,9 @@ def test_a_store_from_before_a_fork_says_so(server: Server, cache: Path, monkeyp
 # A full disk
 
 
+@pytest.mark.usefixtures("short_grace")
 @pytest.mark.parametrize("times", [1, 2])
-def test_a_full_disk_is_cleared_once(
-    server: Server, cache: Path, monkeypatch: pytest.MonkeyPatch, times: int, short_grace: None
-) -> None:
+def test_a_full_disk_is_cleared_once(server: Server, cache: Path, monkeypatch: pytest.MonkeyPatch, times: int) -> None:
     fetch, left = transfer.Transfer.fetch, [times]
 
     def full(self: transfer.Transfer, name: str, file: Any, size: int | None = None) -> str:
@@ -674,13 +656,13 @@ def test_other_file_systems_of_fsspec_work(cache: Path, home: Path, scheme: str)
     assert store.list_labels() == ["clean", "given"]
     assert_reads_like(store, home)
     missing = open_remote(root + "/nothing", cache)
-    with pytest.raises(DataError, match="nothing/manifest.json: not found"):
+    with pytest.raises(DataError, match=r"nothing/manifest\.json: not found"):
         missing.manifest()
 
 
 def test_a_missing_backend_names_the_package(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "s3fs", None)
-    monkeypatch.delitem(fsspec.registry._registry, "s3", raising=False)
+    monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, "s3", raising=False)
     with pytest.raises(DataError, match=r"s3://bucket/train: reading s3:// needs a package: pip install 's3fs'"):
         open_remote("s3://bucket/train", cache)
     with pytest.raises(DataError, match="gopher://x: cannot be opened: Protocol not known"):
@@ -706,9 +688,7 @@ def test_open_store_tells_folders_from_addresses(
 SECRETS = ("hunter2", "abc123", "deadbeef", "s3cr3t")
 
 
-def test_credentials_are_used_and_never_shown(
-    server: Server, cache: Path, home: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_credentials_are_used_and_never_shown(server: Server, cache: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     query = "token=abc123&X-Amz-Signature=deadbeef"
     address = f"http://me:hunter2@{server.address}"
@@ -732,10 +712,8 @@ def test_credentials_are_used_and_never_shown(
     with pytest.raises(DataError) as caught:
         open_remote(f"{address.replace(':hunter2', ':hunter2@x')}.invalid/x?{query}", cache, retries=1).manifest()
     texts.append(str(caught.value))
+    command = f"sh -c 'echo Authorization: Bearer s3cr3t {address}/x?{query} >&2; exit 1' --key=s3cr3t {address}/{{}}"
     with pytest.raises(DataError) as caught:
-        command = (
-            f"sh -c 'echo Authorization: Bearer s3cr3t {address}/x?{query} >&2; exit 1' --key=s3cr3t {address}/{{}}"
-        )
         open_remote(f"pipe:{command}", cache, retries=1).manifest()
     texts.append(str(caught.value))
     assert len(caplog.records) >= 3

@@ -148,11 +148,12 @@ def _noise(args: argparse.Namespace, manifest: Manifest) -> None:
 
 def _check_noise_options(args: argparse.Namespace, kind: str) -> None:
     """Each kind has options of its own; one that would be ignored is a mistake."""
-    needs = {"matrix": [("matrix",)], "pair": [("rate",), ("pairs", "preset")]}.get(kind, [("rate",)])
+    of_kind: dict[str, list[set[str]]] = {"matrix": [{"matrix"}], "pair": [{"rate"}, {"pairs", "preset"}]}
+    needs = of_kind.get(kind, [{"rate"}])
     present = {option for option in ("rate", "matrix", "pairs", "preset") if getattr(args, option) is not None}
     for options in needs:  # one of these each
-        if len(present.intersection(options)) != 1:
-            args.usage_error(f"{args.kind} noise needs " + " or ".join(f"--{option}" for option in options))
+        if len(present & options) != 1:
+            args.usage_error(f"{args.kind} noise needs " + " or ".join(f"--{option}" for option in sorted(options)))
     for option in present.difference(*needs):
         args.usage_error(f"--{option} does not go with {args.kind} noise")
 

@@ -87,13 +87,15 @@ def _verify(folder: Path, args: argparse.Namespace, decode: Callable[[bytes], ob
             print(f"  {problem}")
         if found.counts[kind] > MOST_SHOWN:
             print(f"  ... and {found.counts[kind] - MOST_SHOWN:,} more; --json FILE writes all")
-    looked = (
-        "sizes, indices and label sets" if args.quick else "everything, pixels included" if decode else "everything"
-    )
-    what = f"{manifest.samples:,} samples in {len(manifest.shards):,} shards" if manifest else "no readable manifest"
-    verdict = f"{found.total:,} problem{'s' if found.total > 1 else ''}" if found.total else "all is well"
-    print(f"{what}; {looked if manifest else 'nothing else'} checked: {verdict}\n")
+    what = f"{_many(manifest.samples, 'sample')} in {_many(len(manifest.shards), 'shard')}" if manifest else "no split"
+    verdict = _many(found.total, "problem") if found.total else "all is well"
+    depth = " (--quick: the tars were not read)" if args.quick else "" if decode else " (pixels: with --decode)"
+    print(f"{what}: {verdict}{depth if manifest else '; nothing else could be checked'}\n")
     return found
+
+
+def _many(count: int, what: str) -> str:
+    return f"{count:,} {what}" + ("" if count == 1 else "s")
 
 
 def _decoder() -> Callable[[bytes], object]:

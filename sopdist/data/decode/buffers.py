@@ -13,9 +13,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-_FREE = 3  # references to a buffer nobody uses: the pool's list, the loop's variable, getrefcount's argument
-
-
 class BufferPool:
     """Arrays of a few shapes, for one thread to take from."""
 
@@ -25,19 +22,20 @@ class BufferPool:
 
     def take(self, shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
         """An array of arbitrary content that nobody else uses. It is free again when it is no longer referred to."""
-        free = 0
-        found: int | None = None
-        for place, buffer in enumerate(self._buffers):
-            if sys.getrefcount(buffer) <= _FREE:
-                free += 1
-                if buffer.shape == shape and buffer.dtype == dtype:
-                    found = place
-        buffer = np.empty(shape, dtype) if found is None else self._buffers.pop(found)
-        if found is None and free >= self._most_free:  # of shapes that are not asked for any more
-            self._buffers = [kept for kept in self._buffers if sys.getrefcount(kept) > _FREE]
-        self._buffers.append(buffer)  # the latest at the end: its memory is likely still in the cache
+        free = self._free_places()
+        for place in reversed(free):  # the one used last: its memory is likely still in the cache
+            if self._buffers[place].shape == shape and self._buffers[place].dtype == dtype:
+                return self._buffers[place]
+        if len(free) >= self._most_free:  # of shapes that nobody asks for any more
+            self._buffers = [buffer for place, buffer in enumerate(self._buffers) if place not in free]
+        buffer = np.empty(shape, dtype)
+        self._buffers.append(buffer)
         return buffer
 
     def held_bytes(self) -> int:
         """Bytes of all buffers, free or in use."""
         return sum(buffer.nbytes for buffer in self._buffers)
+
+    def _free_places(self) -> list[int]:
+        # A buffer nobody uses is referred to by the list and, during the call, by getrefcount's argument.
+        return [place for place in range(len(self._buffers)) if sys.getrefcount(self._buffers[place]) == 2]

@@ -1,4 +1,4 @@
-"""The data sets that `sopdist prepare` knows, one file each. This is the list of them; each is loaded when asked for."""
+"""The data sets that `sopdist prepare` knows, one file each. This is their list; each is loaded when asked for."""
 
 from __future__ import annotations
 

@@ -36,6 +36,7 @@ from .source import SourceSplit
 
 _TRAIN = "train"
 _SPLITS = (_TRAIN, "val", "test")
+_STRAY = "images outside of all classes"
 _EXTENSIONS = frozenset((".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff"))
 
 
@@ -49,18 +50,23 @@ def find_splits(args: argparse.Namespace) -> list[SourceSplit]:
     _refuse_output_inside(root, Path(args.out))
     others: Counter[str] = Counter()
     places = _split_places(root)
-    classes_of = {name: _entries(root / place, others)[0] for name, place in places.items()}
-    first = next(iter(places))
+    classes_of = {}
+    for folder in {root, *(root / place for place in places.values())}:
+        classes_of[folder], stray = _entries(folder, others)
+        if stray:
+            others[_STRAY] += len(stray)
+    reference = root / next(iter(places.values()))
     splits = []
     for name, place in places.items():
-        _check_classes(root / place, classes_of[name], root / places[first], classes_of[first])
-        images = [_images_under(root, posixpath.join(place, folder), others) for folder in classes_of[name]]
+        classes = classes_of[root / place]
+        _check_classes(root / place, classes, reference, classes_of[reference])
+        images = [_images_under(root, posixpath.join(place, folder), others) for folder in classes]
         paths = list(itertools.chain.from_iterable(images))
         splits.append(
             SourceSplit(
                 dataset=root.resolve().name or "images",
                 name=name,
-                classes=tuple(classes_of[name]),
+                classes=tuple(classes),
                 paths=paths,
                 labels={GIVEN: np.repeat(np.arange(len(images)), [len(group) for group in images])},
                 read=reader(root, paths),
@@ -143,9 +149,6 @@ def _identity(folder: Path) -> tuple[int, int]:
 
 
 def _check_classes(folder: Path, found: list[str], reference: Path, classes: list[str]) -> None:
-    if len(found) < 2:
-        what = f"one folder only ({found[0]!r})" if found else "no folders"
-        raise DataError(f"{folder}: has {what}, expected one for each class; is --root a level too high or too low?")
     unknown = [name for name in found if name not in set(classes)]
     if unknown:
         raise DataError(f"{folder}: has classes that {reference} does not have: {', '.join(map(repr, unknown[:5]))}")
@@ -155,6 +158,9 @@ def _check_classes(folder: Path, found: list[str], reference: Path, classes: lis
             f"{folder}: lacks classes of {reference}: {', '.join(map(repr, lacking[:5]))}; if there are no images of "
             "them, make empty folders"
         )
+    if len(found) < 2:
+        what = f"one folder only ({found[0]!r})" if found else "no folders"
+        raise DataError(f"{folder}: has {what}, expected one for each class; is --root a level too high or too low?")
 
 
 def _refuse_output_inside(root: Path, out: Path) -> None:

@@ -1,0 +1,100 @@
+"""Boxes and the random numbers behind them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sopdist.data.draws import GEOMETRY, POLICY, uniforms
+from sopdist.data.errors import DataError
+from sopdist.data.recipes import RECIPES, find_recipe
+from sopdist.philox import philox
+
+lengths = st.integers(1, 5000)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@given(lengths, lengths, st.lists(st.floats(0, 1, exclude_max=True), min_size=8, max_size=8))
+def test_boxes_lie_within_the_image_or_its_padding(name: str, width: int, height: int, numbers: list[float]) -> None:
+    recipe = RECIPES[name]
+    sides = np.array([width]), np.array([height])
+    boxes, _ = recipe.training_boxes(*sides, np.array([numbers]))
+    for x, y, box_width, box_height in (boxes[0].tolist(), recipe.evaluation_boxes(*sides)[0].tolist()):
+        assert box_width >= 1
+        assert box_height >= 1
+        assert -recipe.padding <= x <= width - box_width + recipe.padding
+        assert -recipe.padding <= y <= height - box_height + recipe.padding
+
+
+def test_clothing1m_shows_224_of_256_of_the_short_side() -> None:
+    recipe = RECIPES["clothing1m"]
+    assert recipe.evaluation_boxes(np.array([256, 600]), np.array([300, 400])).tolist() == [
+        [16, 38, 224, 224],
+        [125, 25, 350, 350],
+    ]
+    draws = uniforms(0, 0, np.arange(4000), 0)
+    boxes, mirror = recipe.training_boxes(np.full(4000, 256), np.full(4000, 256), draws)
+    assert set(boxes[:, 0]) == set(boxes[:, 1]) == set(range(33)), "every place, both ends included"
+    assert 0.45 < mirror.mean() < 0.55
+
+
+def test_cifar_is_shifted_by_up_to_four_pixels_and_left_alone_in_evaluation() -> None:
+    recipe, sides = RECIPES["cifar10"], (np.full(4000, 32), np.full(4000, 32))
+    boxes, _ = recipe.training_boxes(*sides, uniforms(0, 0, np.arange(4000), 0))
+    assert set(boxes[:, 0]) == set(boxes[:, 1]) == set(range(-4, 5))
+    assert (boxes[:, 2:] == 32).all()
+    assert (recipe.evaluation_boxes(*sides) == [0, 0, 32, 32]).all()
+
+
+def test_a_random_area_has_the_distribution_it_promises() -> None:
+    recipe, count = RECIPES["imagenet"], 20_000
+    width, height = np.full(count, 2000), np.full(count, 2000)
+    boxes, _ = recipe.training_boxes(width, height, uniforms(0, 0, np.arange(count), 0))
+    area = boxes[:, 2] * boxes[:, 3] / 2000**2
+    aspect = np.log(boxes[:, 2] / boxes[:, 3]) / np.log(4 / 3)
+    fits = area < 0.5  # where no side had to be cut
+    quantiles = np.quantile(area[fits], [0.25, 0.5, 0.75])
+    assert np.abs(quantiles - [0.185, 0.29, 0.395]).max() < 0.01
+    assert np.abs(np.quantile(aspect[fits], [0.1, 0.5, 0.9]) - [-0.8, 0, 0.8]).max() < 0.03
+
+
+def test_an_unknown_recipe_is_named_with_those_there_are() -> None:
+    with pytest.raises(DataError, match=r"'cifra10'.*cifar10, cifar100, clothing1m"):
+        find_recipe("cifra10")
+
+
+def test_numbers_depend_on_the_sample_and_not_on_its_company() -> None:
+    index = np.array([5, 2**40, 7, 0])
+    together = uniforms(3, 4, index, 1)
+    for place, number in enumerate(index):
+        assert np.array_equal(uniforms(3, 4, np.array([number]), 1)[0], together[place])
+
+
+def test_no_two_purposes_share_a_number() -> None:
+    index = np.arange(50)
+    draws = [
+        uniforms(seed, epoch, index, view, which)
+        for seed in (0, 1)
+        for epoch in (0, 1, 17)
+        for view in (0, 1)
+        for which in (GEOMETRY, POLICY)
+    ]
+    every = np.concatenate([draw.reshape(-1) for draw in draws])
+    assert len(np.unique(every)) > 0.999 * len(every)  # 32 bits: a few may meet by chance
+    assert 0 <= every.min() < every.max() < 1
+
+
+def test_the_numbers_are_philox_words_of_the_documented_counter() -> None:
+    """A saved run resumes with these: they never change silently."""
+    import torch
+
+    words = philox(9, *(torch.tensor([word]) for word in (1, 77, 0, 2 + 4 * (1 + 4 * 6))))
+    assert uniforms(9, 6, np.array([77]), 1)[0, 4:].tolist() == [int(word) / 2**32 for word in words]
+
+
+@pytest.mark.parametrize(("epoch", "view"), [(-1, 0), (2**28, 0), (0, 4), (0, -1)])
+def test_epochs_and_views_that_would_meet_others_are_refused(epoch: int, view: int) -> None:
+    with pytest.raises(ValueError, match="out of range"):
+        uniforms(0, epoch, np.arange(3), view)
