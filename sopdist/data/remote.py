@@ -71,7 +71,7 @@ class _Cache:
     def __init__(self, folder: Path, limit: int) -> None:
         self.folder, self.limit = folder, limit
         self.evictions = 0
-        self._warned = False
+        self.dropped = 0  # of these, files that somebody still held
         try:
             with self.changing():
                 self.survey()
@@ -126,20 +126,12 @@ class _Cache:
                 left -= self._evict(entry)
         if left <= most or expendable is None:
             return left
-        self._warn_once(self.limit + left - most)
         own = [settled[path.with_suffix("")] for path in expendable if path.with_suffix("") in settled]
         for entry in (*own, *reversed(by_age)):
             if left > most and entry.bytes and not entry.arriving:
                 left -= self._evict(entry)
+                self.dropped += 1
         return left
-
-    def _warn_once(self, needed: int) -> None:
-        if not self._warned:
-            log.warning(
-                "%s: the limit of %s bytes is too small for what is read at once, so shards are dropped before their "
-                "use and fetched again; allow %s bytes", self.folder, f"{self.limit:,}", f"{needed:,}",
-            )  # fmt: skip
-        self._warned = True
 
     def _evict(self, entry: _Entry) -> int:
         for path in sorted(entry.paths, reverse=True):  # the .tar first: without it, the shard counts as gone
@@ -259,7 +251,7 @@ class RemoteStore:
         self._failed: set[str] = set()  # not tried again until somebody asks
         self._workers: list[threading.Thread] = []
         self._sign: IO[bytes] | None = None
-        self._hits, self._waited = 0, 0.0
+        self._hits, self._waited, self._warned = 0, 0.0, False
 
     def manifest(self) -> Manifest:
         """Fetched once."""
@@ -448,8 +440,18 @@ class RemoteStore:
             with suppress(_NoRoomError):
                 claim = self._claim(info, self._expendable(info))
                 if claim is not None:
-                    return claim
+                    break
             self._sleep()
+        if self._cache.dropped and not self._warned:
+            self._warned = True
+            with self._cache.changing():
+                stores = max(self._cache.fetching(), 1)
+            enough = stores * (self._parallel + 1) * max(shard.bytes for shard in self.manifest().shards)
+            log.warning(
+                "%s: the limit of %s bytes is too small for what is read at once: shards go before they are used, and "
+                "are fetched again; allow %s bytes", self._cache.folder, f"{self._cache.limit:,}", f"{enough:,}",
+            )  # fmt: skip
+        return claim
 
     def _claim(self, info: ShardInfo, expendable: Sequence[Path] | None) -> int | io.FileIO | None:
         """The shard's tar held, or open for writing; None if another process is fetching it."""

@@ -124,7 +124,7 @@ class Stream:
         rows = plan.rows[start:]
         self.split.store.expect(self._shards_to_come(rows))
         bad: dict[int, BadSample] = {}
-        allowed = int(self.settings.max_bad_fraction * plan.rows[:, self._columns].size)
+        allowed = int(self.settings.max_bad_fraction * np.count_nonzero(plan.rows[:, self._columns] != NO_SAMPLE))
         ahead: deque[tuple[Request, NDArray[np.float32]]] = deque()
         try:
             for row in (*rows, *[None] * self.settings.prefetch):  # after the last row only collect

@@ -104,9 +104,7 @@ def test_triton_computes_the_same_bits() -> None:
         _initial_v_kernel[(64,)](out, sample, class_, first_words, seed)
         assert torch.equal(out, counter.initial_v(seed, sample, class_))
         zero = torch.zeros(64, dtype=torch.int64)
-        assert torch.equal(
-            first_words, philox(seed, torch.arange(64), zero, zero, zero)[0]
-        )  # tl.randn's stream
+        assert torch.equal(first_words, philox(seed, torch.arange(64), zero, zero, zero)[0])  # tl.randn's stream
 
 
 @given(st.floats(2.0**-60, 2.0**60, width=32))

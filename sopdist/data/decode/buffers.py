@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+
 class BufferPool:
     """Arrays of a few shapes, for one thread to take from."""
 

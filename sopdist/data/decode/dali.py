@@ -96,7 +96,7 @@ class DaliDecoder:
         """Stop the threads, ours and DALI's."""
         self.discard()
         self._pool.shutdown()
-        del self._pipeline
+        self._pipeline = None
 
     def held_bytes(self) -> int:
         """Encoded batches inside DALI, and buffers of decoded ones."""
@@ -205,6 +205,8 @@ class DaliDecoder:
                 if isinstance(sample, BadSample):
                     work.bad[place] = sample
                     sample = _NOTHING
+                    for box, _ in work.boxes:
+                        box[place] = (0, 0, 1, 1)
                 work.encoded[place] = np.frombuffer(sample.data, np.uint8)
                 self._run(work, slice(place, place + 1))
                 rows.append(self._outputs())

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import functools
 import io
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -64,11 +63,8 @@ def _jpeg_decoder() -> Callable[[bytes], Pixels] | None:
 
 def _decode_with_pillow(data: bytes, header: ImageHeader) -> Pixels:
     try:
-        # The header has been checked against our own limit of pixels already.
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-            image: Any = Image.open(io.BytesIO(data), formats=("JPEG", "PNG", "WEBP"))
-            image.load()
+        image: Any = Image.open(io.BytesIO(data), formats=("JPEG", "PNG", "WEBP"))
+        image.load()
         if image.mode.startswith("I"):  # 16 bits a pixel, which convert() would cut off at 255 instead of scaling
             return np.repeat((np.asarray(image) >> 8).astype(np.uint8)[..., None], 3, axis=2)
         return np.asarray(image.convert("RGB"))

@@ -1,0 +1,366 @@
+"""The stream: exactly once, the same pictures for everybody, and nothing left behind."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+from sopdist.data.batch import Batch
+from sopdist.data.errors import DataError
+from sopdist.data.labels import write_labels
+from sopdist.data.policy import Policy
+from sopdist.data.recipes import RECIPES
+from sopdist.data.settings import DataSettings
+from sopdist.data.shards import Member
+from sopdist.data.stream import Stream, TooManyBadSamplesError
+from tests.data.pictures import encoded, picture
+from tests.data.small_splits import sample, write_split
+
+BACKENDS = ("cpu", "dali")
+SAMPLES = 53
+BATCH = 12  # divides by 1, 2, 3 and 4 ranks; 53 leaves a last row with gaps
+
+
+def turned(orientation: int) -> dict[str, Any]:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    return {"exif": exif}
+
+
+def pictures() -> list[Member]:
+    """Photos of several sizes in every format, some of them odd."""
+    members = []
+    for index in range(SAMPLES):
+        image = picture(index, *[(80, 60), (60, 80), (64, 64), (200, 150)][index % 4])
+        if index == 7:
+            image_bytes, extension = encoded(image, **turned(6)), "jpg"
+        elif index == 11:
+            image_bytes, extension = encoded(image.convert("CMYK")), "jpg"
+        elif index == 13:
+            image_bytes, extension = encoded(image.convert("P"), "PNG"), "png"
+        elif index == 17:
+            animated = {"save_all": True, "append_images": [image.rotate(90)]}
+            image_bytes, extension = encoded(image, "WEBP", **animated), "webp"
+        elif index % 5 == 0:
+            image_bytes, extension = encoded(image, "PNG"), "png"
+        elif index % 7 == 0:
+            image_bytes, extension = encoded(image, "WEBP"), "webp"
+        else:
+            image_bytes, extension = encoded(image, quality=85), "jpg"
+        members.append(Member(f"k/{index}", extension, image_bytes, {"label": index % 3}))
+    return members
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("shards") / "train"
+    write_split(place, pictures(), per_shard=9)
+    return place
+
+
+def open_stream(folder: Path, backend: str = "cpu", recipe: str = "imagenet", **options: Any) -> Stream:
+    of_stream = {"rank", "world_size", "train", "strong", "seed", "global_batch"}
+    of_data = {name: options.pop(name) for name in list(options) if name not in of_stream}
+    settings = DataSettings(str(folder), recipe, backend=backend, **{"threads": 2, **of_data})
+    return Stream(settings, options.pop("global_batch", BATCH), options.pop("seed", 1), **options)
+
+
+def kept(batches: Iterator[Batch]) -> list[Batch]:
+    return list(batches)
+
+
+def by_sample(batches: list[Batch]) -> dict[int, tuple[Tensor, ...]]:
+    """Pictures and label of each sample that counts; no sample may count twice."""
+    found: dict[int, tuple[Tensor, ...]] = {}
+    for batch in batches:
+        for place in torch.nonzero(batch.weight).flatten().tolist():
+            index = int(batch.index[place])
+            assert index not in found, f"sample {index} twice"
+            pictures = [batch.images[place]] + ([] if batch.images2 is None else [batch.images2[place]])
+            found[index] = (*pictures, batch.labels[place])
+    return found
+
+
+def equal(a: dict[int, tuple[Tensor, ...]], b: dict[int, tuple[Tensor, ...]]) -> bool:
+    return a.keys() == b.keys() and all(
+        torch.equal(x, y) for index in a for x, y in zip(a[index], b[index], strict=True)
+    )
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("recipe", ["imagenet", "webvision", "cifar10"])
+def test_each_sample_once_with_the_same_bits_on_any_number_of_ranks(folder: Path, backend: str, recipe: str) -> None:
+    alone: dict[int, tuple[Tensor, ...]] = {}
+    for world_size in (1, 2, 3, 4):
+        batches = []
+        for rank in range(world_size):
+            with open_stream(folder, backend, recipe, rank=rank, world_size=world_size, strong=Policy()) as stream:
+                batches += kept(stream.epoch(3))
+        found = by_sample(batches)
+        assert sorted(found) == list(range(SAMPLES))
+        alone = alone or found
+        assert equal(found, alone), world_size
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_resume_at_any_step_goes_on_with_the_same_batches(folder: Path, backend: str) -> None:
+    with open_stream(folder, backend, strong=Policy()) as stream:
+        whole = kept(stream.epoch(2))
+        assert len(whole) == 5
+        for start in range(len(whole) + 1):
+            with open_stream(folder, backend, strong=Policy()) as later:
+                rest = kept(later.epoch(2, start))
+            assert len(rest) == len(whole) - start
+            for ours, theirs in zip(rest, whole[start:], strict=True):
+                for name, value in vars(ours).items():
+                    assert torch.equal(value, getattr(theirs, name)), name
+
+
+@pytest.mark.parametrize("recipe", list(RECIPES))
+@pytest.mark.parametrize("train", [True, False])
+def test_both_backends_show_the_same_crops_up_to_one_level(folder: Path, recipe: str, train: bool) -> None:
+    found = []
+    for backend in BACKENDS:
+        with open_stream(folder, backend, recipe, train=train, strong=Policy(layers=0, cutout=0)) as stream:
+            found.append(by_sample(kept(stream.epoch(0))))
+    cpu, dali = found
+    assert cpu.keys() == dali.keys() == set(range(SAMPLES))
+    level = 1 / (255 * torch.tensor(RECIPES[recipe].std)).view(3, 1, 1)
+    level = level[:1] if RECIPES[recipe].grey else level
+    for index in cpu:
+        for ours, theirs in zip(cpu[index][:-1], dali[index][:-1], strict=True):
+            assert ((ours - theirs).abs() / level).max() <= 1.01, index
+
+
+def test_epochs_seeds_and_views_differ(folder: Path) -> None:
+    with open_stream(folder, strong=Policy(layers=0, cutout=0)) as stream, open_stream(folder, seed=2) as other:
+        first, second = (by_sample(kept(stream.epoch(epoch))) for epoch in (0, 1))
+        reseeded = by_sample(kept(other.epoch(0)))
+    different = lambda a, b: sum(not torch.equal(x, y) for x, y in zip(a, b, strict=True)) / len(a)  # noqa: E731
+    images = {name: [value[0] for _, value in sorted(found.items())] for name, found in
+              (("first", first), ("second", second), ("reseeded", reseeded))}  # fmt: skip
+    assert different(images["first"], images["second"]) > 0.9
+    assert different(images["first"], images["reseeded"]) > 0.9
+    assert different(images["first"], [value[1] for _, value in sorted(first.items())]) > 0.9
+
+
+def test_gaps_are_filled_with_samples_of_their_row_that_do_not_count(folder: Path) -> None:
+    with open_stream(folder) as stream:
+        last = kept(stream.epoch(0))[-1]
+        assert len(last) == BATCH
+        assert int(last.weight.sum()) == SAMPLES % BATCH
+        counting = set(last.index[last.weight > 0].tolist())
+        assert set(last.index.tolist()) == counting
+
+
+def test_a_set_smaller_than_the_batch_is_one_step(tmp_path: Path) -> None:
+    write_split(tmp_path / "train", pictures()[:3], per_shard=2)
+    for world_size in (1, 2, 4):
+        found = []
+        for rank in range(world_size):
+            with open_stream(tmp_path / "train", rank=rank, world_size=world_size) as stream:
+                found += kept(stream.epoch(0))
+        assert [len(batch) for batch in found] == [BATCH // world_size] * world_size
+        assert sorted(by_sample(found)) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_evaluation_shows_the_centre_of_each_sample_in_index_order(folder: Path, backend: str) -> None:
+    with open_stream(folder, backend, "clothing1m", train=False) as stream:
+        batches = kept(stream.epoch())
+        again = kept(stream.epoch())
+    assert torch.cat([batch.index[batch.weight > 0] for batch in batches]).tolist() == list(range(SAMPLES))
+    assert all(torch.equal(a.images, b.images) for a, b in zip(batches, again, strict=True))
+    image = picture(3, 200, 150)  # sample 3: 150 * 224 / 256 = 131 pixels from the centre
+    x, y = (200 - 131) // 2, (150 - 131) // 2
+    pixels = image.crop((x, y, x + 131, y + 131)).resize((224, 224), Image.Resampling.BILINEAR)
+    recipe = RECIPES["clothing1m"]
+    expected = (np.asarray(pixels) / 255 - recipe.mean) / recipe.std
+    shown = batches[0].images[3].permute(1, 2, 0).numpy()
+    assert np.abs(shown - expected).mean() < 0.05, "up to JPEG's loss and the edges"
+
+
+def test_batches_are_float_channels_last_and_labels_those_of_the_set(folder: Path) -> None:
+    with open_stream(folder) as stream:
+        batch = next(iter(stream.epoch(0)))
+    assert batch.images.shape == (BATCH, 3, 224, 224)
+    assert batch.images.dtype == torch.float32
+    assert batch.images.is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(batch.labels, batch.index % 3)
+    moved = batch.to("cpu")
+    assert torch.equal(moved.images, batch.images)
+    assert moved.images2 is None
+
+
+def test_grey_recipes_have_one_channel(folder: Path) -> None:
+    with open_stream(folder, recipe="fashion-mnist", strong=Policy()) as stream:
+        batch = next(iter(stream.epoch(0)))
+    assert batch.images.shape == (BATCH, 1, 28, 28)
+    assert batch.images2 is not None
+    assert batch.images2.shape == (BATCH, 1, 28, 28)
+
+
+def test_balanced_epochs_take_the_same_number_of_each_class(folder: Path) -> None:
+    with open_stream(folder, balanced_per_epoch=30) as stream:
+        epochs = [by_sample(kept(stream.epoch(epoch))) for epoch in range(2)]
+    for found in epochs:
+        assert np.bincount([int(value[-1]) for value in found.values()]).tolist() == [10, 10, 10]
+    assert epochs[0].keys() != epochs[1].keys()
+
+
+def test_samples_without_a_label_do_not_count(tmp_path: Path) -> None:
+    manifest = write_split(tmp_path / "train", pictures(), per_shard=9)
+    partial = np.where(np.arange(SAMPLES) < 20, np.arange(SAMPLES) % 3, -1)
+    write_labels(tmp_path / "train", manifest, "partial", partial, {})
+    with open_stream(tmp_path / "train", labels="partial") as stream:
+        batches = kept(stream.epoch(0))
+    assert sorted(by_sample(batches)) == list(range(20))
+    assert all((batch.labels >= 0).all() for batch in batches), "a loss may index with them"
+
+
+def damaged() -> list[Member]:
+    """Sample 4 has no end, 9 is empty, 21 is a PNG with a wrong checksum, 30 is larger than allowed, 40 no image."""
+    members = pictures()
+    png = bytearray(encoded(picture(21), "PNG"))
+    png[len(png) // 2] ^= 0xFF
+    changes = {
+        4: members[4].image[:-20],
+        9: b"",
+        21: bytes(png),
+        30: encoded(Image.new("RGB", (2000, 2000)), "PNG"),
+        40: b"<html>",
+    }
+    for index, data in changes.items():
+        members[index] = members[index]._replace(image=data, extension="png" if index in (21, 30) else "jpg")
+    return members
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_unreadable_samples_keep_their_place_and_are_named(
+    tmp_path: Path, backend: str, caplog: pytest.LogCaptureFixture, folder: Path
+) -> None:
+    write_split(tmp_path / "train", damaged(), per_shard=9)
+    bad = {4, 9, 21, 30, 40}
+    options = {"max_bad_fraction": 0.2, "max_pixels": 1_000_000, "strong": Policy()}
+    with open_stream(tmp_path / "train", backend, **options) as stream:
+        batches = kept(stream.epoch(0))
+        assert stream.stats().bad == 5
+    found = by_sample(batches)
+    assert sorted(found) == sorted(set(range(SAMPLES)) - bad)
+    for batch in batches:
+        for place, index in enumerate(batch.index.tolist()):
+            if index in bad:
+                assert batch.weight[place] == 0
+                assert (batch.images[place] == 0).all()
+    for index, reason in (
+        (4, "no end marker"),
+        (9, "empty file"),
+        (21, "damaged PNG"),
+        (30, "2000 x 2000"),
+        (40, "HTML"),
+    ):
+        (message,) = (record.getMessage() for record in caplog.records if f"index {index}:" in record.getMessage())
+        assert f"shard-{index // 9:06d}.tar, key k/{index}, index {index}" in message
+        assert reason in message
+    # The others look as they do in sound company.
+    with open_stream(folder, backend, strong=Policy()) as stream:
+        sound = by_sample(kept(stream.epoch(0)))
+    assert equal(found, {index: value for index, value in sound.items() if index not in bad})
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_past_the_allowed_share_the_run_stops_with_the_list(tmp_path: Path, backend: str) -> None:
+    write_split(tmp_path / "train", damaged(), per_shard=9)
+    with open_stream(tmp_path / "train", backend, max_bad_fraction=0.05) as stream:
+        with pytest.raises(TooManyBadSamplesError, match=r"3 samples could not be read in epoch 0") as stop:
+            kept(stream.epoch(0))
+        named = [line for line in str(stop.value).splitlines() if ", key k/" in line]
+        assert len(named) == 3
+    with open_stream(tmp_path / "train", backend, max_bad_fraction=0) as stream, pytest.raises(TooManyBadSamplesError):
+        kept(stream.epoch(0))
+
+
+def test_a_shard_that_vanishes_is_unreadable_samples_with_its_name(tmp_path: Path) -> None:
+    write_split(tmp_path / "train", pictures(), per_shard=9)
+    (tmp_path / "train" / "shard-000002.tar").unlink()
+    with open_stream(tmp_path / "train") as stream, pytest.raises(TooManyBadSamplesError, match=r"shard-000002\.tar"):
+        kept(stream.epoch(0))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_leaving_an_epoch_early_or_closing_twice_leaves_no_thread(folder: Path, backend: str) -> None:
+    before = threading.active_count()
+    for _ in range(3):
+        stream = open_stream(folder, backend)
+        for epoch in range(2):
+            for number, _ in enumerate(stream.epoch(epoch)):
+                if number == 1:
+                    break
+        complete = kept(stream.epoch(2))
+        assert sorted(by_sample(complete)) == list(range(SAMPLES)), "an abandoned epoch leaves nothing in the next"
+        stream.close()
+        stream.close()
+    gc.collect()
+    assert threading.active_count() == before
+
+
+def test_memory_does_not_grow_with_the_epochs(folder: Path) -> None:
+    with open_stream(folder, prefetch=2) as stream:
+        held = []
+        for epoch in range(4):
+            for _ in stream.epoch(epoch):
+                held.append(stream.stats().held_bytes)
+        batch_bytes = BATCH * 3 * 224 * 224 * 4
+        assert max(held) <= 5 * batch_bytes, "two ahead, one under way, one in the loop's hands, one to spare"
+        assert stream.stats().samples == 4 * 5 * BATCH
+
+
+def test_batches_that_are_kept_do_not_change(folder: Path) -> None:
+    with open_stream(folder, prefetch=1) as stream:
+        batches, copies = [], []
+        for epoch in range(3):
+            for batch in stream.epoch(epoch):
+                batches.append(batch)
+                copies.append(batch.images.clone())
+        assert all(torch.equal(batch.images, copy) for batch, copy in zip(batches, copies, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"recipe": "imagenot"}, "no such recipe"),
+        ({"labels": "clean"}, "no label set 'clean'; there is: given"),
+        ({"backend": "gpu"}, "data.backend = 'gpu'"),
+        ({"prefetch": 0}, "data.prefetch = 0"),
+        ({"max_bad_fraction": 1.5}, "data.max_bad_fraction = 1.5"),
+        ({"rank": 2, "world_size": 2}, "rank 2 of 2"),
+        ({"world_size": 13}, "no sample for some rank"),
+    ],
+)
+def test_wrong_settings_are_refused_by_name(folder: Path, options: dict[str, Any], message: str) -> None:
+    before = threading.active_count()
+    with pytest.raises(DataError, match=message):
+        open_stream(folder, **options)
+    assert threading.active_count() == before
+
+
+def test_an_epoch_does_not_start_after_its_end(folder: Path) -> None:
+    with open_stream(folder) as stream, pytest.raises(DataError, match="5 steps; it cannot start at step 6"):
+        next(iter(stream.epoch(0, 6)))
+
+
+def test_a_folder_that_is_not_a_split_says_what_it_is(tmp_path: Path) -> None:
+    write_split(tmp_path / "out" / "train", [sample(index) for index in range(4)])
+    with pytest.raises(DataError, match="holds several splits"):
+        open_stream(tmp_path / "out")
+    with pytest.raises(DataError, match="no such folder"):
+        open_stream(tmp_path / "nowhere")
