@@ -27,6 +27,7 @@ from . import labels
 from .errors import DataError
 from .manifest import MANIFEST, index_name, read_manifest, shard_name
 from .reencode import QUALITY
+from .sources.order import Order
 from .sources.source import SourceSplit
 
 SKIPPED = "skipped.txt"
@@ -50,6 +51,7 @@ class Options:
     samples_per_shard: int = 1000
     workers: int = 1
     max_bad: float = 0.01  # share of a split's images that may be unusable
+    order: Order = "auto"  # in which images go into shards; see sources/order.py
     overwrite: bool = False
 
 
@@ -85,6 +87,7 @@ def describe(source: str, split: SourceSplit, options: Options) -> Job:
             name: hashlib.sha256(numbers.astype("<i8").tobytes()).hexdigest()
             for name, numbers in sorted(split.labels.items())
         },
+        "order": options.order,
         "samples per shard": options.samples_per_shard,
         "resize": options.resize,
         "quality": None if options.resize is None else options.quality,

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +29,7 @@ from .labels import GIVEN, check_labels, check_name, write_labels
 from .manifest import Manifest, ShardInfo, read_manifest, shard_name
 from .reencode import Encoded, fit_for_shard, strict_pillow
 from .shards import Member, write_shard
+from .sources.order import Order, arrange
 from .sources.source import SourceSplit
 
 _GO_ON = "then run the same command again: finished shards are kept"
@@ -47,6 +48,7 @@ class Prepared:
 
     folder: Path
     manifest: Manifest
+    order: Order
     skipped: int
     was_there: bool  # from an earlier run of the same job
 
@@ -67,11 +69,11 @@ class _Task:
     def __init__(self, source: str, split: SourceSplit, folder: Path, options: Options) -> None:
         _check_source(split)
         self.source = source
-        self.split = split
+        self.split, order = arrange(split, options.order, options.samples_per_shard)
         self.folder = folder
-        self.options = options
-        self.keys = keys_of(split.paths)
-        self.job: Job = jobs.describe(source, split, options)
+        self.options = replace(options, order=order)
+        self.keys = keys_of(self.split.paths)
+        self.job: Job = jobs.describe(source, self.split, self.options)
         self.stop = threading.Event()
 
     def numbers_of(self, shard: int) -> range:
@@ -154,7 +156,9 @@ def _prepare_split(task: _Task) -> Prepared:
     with _writing(folder), jobs.locked(folder):
         if jobs.is_complete(folder, task.job, task.options.overwrite):
             jobs.forget_work(folder)  # if the earlier run was interrupted right after the manifest
-            return Prepared(folder, read_manifest(folder), jobs.skipped_count(folder), was_there=True)
+            return Prepared(
+                folder, read_manifest(folder), task.options.order, jobs.skipped_count(folder), was_there=True
+            )
         done = jobs.begin(folder, task.job, task.options.overwrite)
         records = _write_shards(task, done)
         return _finish(task, records)
@@ -205,7 +209,7 @@ def _finish(task: _Task, records: list[ShardRecord]) -> Prepared:
     jobs.write_source(folder, task.job, len(skipped))
     manifest.write(folder)
     jobs.forget_work(folder)
-    return Prepared(folder, manifest, len(skipped), was_there=False)
+    return Prepared(folder, manifest, task.options.order, len(skipped), was_there=False)
 
 
 def _refuse_too_many(task: _Task, skipped: list[tuple[int, str]]) -> None:

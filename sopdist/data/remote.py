@@ -242,6 +242,7 @@ class RemoteStore:
         self._parallel = parallel
         self._process = os.getpid()
         self._manifest: Manifest | None = None
+        self._folder = cache  # the split's, as soon as its manifest is known
         self._manifest_lock = threading.Lock()
         self._turn = threading.Lock()  # workers choose one after the other, so that downloads begin in order
         self._changed = threading.Condition()  # guards what follows
@@ -261,7 +262,8 @@ class RemoteStore:
                 where = self._transfer.address(MANIFEST)
                 content, manifest = self._fetch_checked(MANIFEST, lambda content: parse_manifest(content, where))
                 self._check_limit(max(shard.bytes for shard in manifest.shards))
-                self._keep(self._folder_for(manifest) / MANIFEST, content)
+                self._folder = self._folder_for(manifest)
+                self._keep(self._folder / MANIFEST, content)
                 self._manifest = manifest
             return self._manifest
 
@@ -278,8 +280,10 @@ class RemoteStore:
             except ValueError:
                 about = None  # parse_labels has the words for that
             where = self._transfer.address(array_name)
-            if cached.exists() and isinstance(about, dict) and sha256_of(cached) == about.get("sha256"):
-                return parse_labels(about, cached.read_bytes(), manifest, name, where)
+            with suppress(OSError):
+                if isinstance(about, dict) and sha256_of(cached) == about.get("sha256"):
+                    os.utime(cached)
+                    return parse_labels(about, cached.read_bytes(), manifest, name, where)
             content = self._transfer.fetch_bytes(array_name)
             labels = parse_labels(about, content, manifest, name, where)
             self._keep(cached, content)
@@ -323,7 +327,7 @@ class RemoteStore:
     def folder_of(self, info: ShardInfo) -> Path:
         """The cache's folder of this split, once it has the shard."""
         started = time.perf_counter()
-        folder = self._folder_for(self.manifest())
+        self.manifest()
         hit, used = True, False
         while not used:
             with self._changed:
@@ -342,7 +346,7 @@ class RemoteStore:
                 finally:
                     self._no_longer_busy(info)
             try:
-                used = self._cache.use(held, info.bytes, [folder / info.name, folder / info.index_name])
+                used = self._cache.use(held, info.bytes, [self._folder / info.name, self._folder / info.index_name])
             finally:
                 _release(held)
         with self._changed:
@@ -350,7 +354,7 @@ class RemoteStore:
             self._hits += hit
             self._waited += time.perf_counter() - started
             self._changed.notify_all()
-        return folder
+        return self._folder
 
     def stats(self) -> dict[str, float]:
         """What it took so far; `hits` are shards that were there when they were asked for."""
@@ -455,14 +459,14 @@ class RemoteStore:
 
     def _claim(self, info: ShardInfo, expendable: Sequence[Path] | None) -> int | io.FileIO | None:
         """The shard's tar held, or open for writing; None if another process is fetching it."""
-        path = self._folder_for(self.manifest()) / info.name
+        path = self._folder / info.name
         with self._cache.changing():
             held = self._cache.hold(path, info.bytes)
             return self._cache.begin(path, info.bytes, expendable) if held is None else held
 
     def _fill(self, info: ShardInfo, claim: int | io.FileIO) -> int:
         """Download what is missing of a claimed shard; returns its tar held."""
-        path = self._folder_for(self.manifest()) / info.name
+        path = self._folder / info.name
         try:
             held = (
                 claim if isinstance(claim, int) else self._cache.complete(claim, path, lambda f: self._receive(info, f))
@@ -518,9 +522,8 @@ class RemoteStore:
 
     def _expendable(self, info: ShardInfo) -> list[Path]:
         """What may go for a shard that is waited for: the other expected ones, the last first."""
-        folder = self._folder_for(self.manifest())
         with self._changed:
-            return [folder / name for name in reversed(self._expected) if name != info.name]
+            return [self._folder / name for name in reversed(self._expected) if name != info.name]
 
     def _put(self, path: Path, content: bytes, expendable: Sequence[Path] | None = None) -> bool:
         """Write a small file to the cache; False if that is not possible now."""

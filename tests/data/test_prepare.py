@@ -51,7 +51,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def test_images_go_in_byte_for_byte_and_stock_readers_find_them(tmp_path: Path) -> None:
     files = make_images(tmp_path / "in")
-    assert prepare(tmp_path / "in", tmp_path / "out", "--samples-per-shard", "5") == 0
+    assert prepare(tmp_path / "in", tmp_path / "out", "--samples-per-shard", "5", "--order", "source") == 0
     folder = tmp_path / "out" / "train"
     shards = sorted(folder.glob("*.tar"))
     assert [path.name for path in shards] == [f"shard-00000{n}.tar" for n in range(3)]
@@ -122,7 +122,10 @@ def test_bad_images_are_left_out_of_everything_and_listed(tmp_path: Path, capsys
     }
     write_files(tmp_path / "in", files)
     (tmp_path / "in" / "b" / "13 gone.jpg").symlink_to("nowhere.jpg")
-    assert prepare(tmp_path / "in", tmp_path / "out", "--max-bad", "0.4", "--samples-per-shard", "4") == 0
+    assert (
+        prepare(tmp_path / "in", tmp_path / "out", "--max-bad", "0.4", "--samples-per-shard", "4", "--order", "source")
+        == 0
+    )
     folder = tmp_path / "out" / "train"
     lines = [line.split("\t") for line in (folder / "skipped.txt").read_text().splitlines()]
     assert {path: reason.split(" (")[0] for path, reason in lines} == {
@@ -162,7 +165,7 @@ def test_too_many_bad_images_are_an_error_that_can_be_acted_upon(
     lost = list(files)[3:8]
     for path in lost:
         (tmp_path / "in" / path).write_bytes(b"")
-    options = ["--samples-per-shard", "2"]
+    options = ["--samples-per-shard", "2", "--order", "source"]
     folder = tmp_path / "out" / "train"
     assert prepare(tmp_path / "in", tmp_path / "out", *options) == 1
     error = capsys.readouterr().err

@@ -20,7 +20,7 @@ from sopdist.data.manifest import read_manifest
 from .pictures import encoded, picture
 from .test_prepare import contents, make_images, prepare
 
-IN_FIVES = ("--samples-per-shard", "5")
+IN_FIVES = ("--samples-per-shard", "5", "--order", "source")
 
 
 def fail_for_want_of_space(root: Path, out: Path, *options: str, most: int) -> None:
@@ -180,7 +180,7 @@ def test_a_run_that_was_begun_differently_is_refused_too(tmp_path: Path, capsys:
     (tmp_path / "in" / "dog" / "large.png").write_bytes(encoded(picture(0, 300, 200), "PNG"))
     fail_for_want_of_space(tmp_path / "in", tmp_path / "out", *options, most=80_000)
     capsys.readouterr()
-    assert prepare(tmp_path / "in", tmp_path / "out", "--samples-per-shard", "4") == 1
+    assert prepare(tmp_path / "in", tmp_path / "out", "--samples-per-shard", "4", "--order", "source") == 1
     assert "was begun differently: samples per shard (there 5, now 4)" in capsys.readouterr().err
     assert prepare(tmp_path / "in", tmp_path / "out", "--samples-per-shard", "30", "--overwrite") == 0
     assert prepare(tmp_path / "in", tmp_path / "through", "--samples-per-shard", "30") == 0

@@ -53,6 +53,10 @@ def _add_source_arguments(parser: argparse.ArgumentParser, name: str) -> None:
     )
     common.add_argument("--quality", type=_whole(1, 100), default=95, help="of JPEGs that --resize writes (95)")
     common.add_argument("--samples-per-shard", type=_whole(1), default=1000, metavar="N", help="images a shard (1000)")
+    common.add_argument(
+        "--order", choices=("auto", "source", "shuffled"), default="auto",
+        help="of the images: as the source lists them, or shuffled once; auto shuffles what is sorted by class",
+    )  # fmt: skip
     common.add_argument("--workers", type=_whole(1), default=_cores(), metavar="N", help="threads (%(default)s)")
     common.add_argument(
         "--max-bad", type=_share, default=0.01, metavar="SHARE", help="unusable images a split may have (0.01)"
@@ -75,6 +79,7 @@ def run(args: argparse.Namespace) -> int:
         samples_per_shard=args.samples_per_shard,
         workers=args.workers,
         max_bad=args.max_bad,
+        order=args.order,
         overwrite=args.overwrite,
     )
     try:
@@ -112,6 +117,8 @@ def _print_summary(prepared: Sequence[Prepared]) -> None:
             f"{len(manifest.classes):>9,}{split.skipped:>9,}"
         )
     for split in prepared:
+        if split.order == "shuffled":
+            print(f"{split.manifest.split}: shuffled, because it is sorted by class; --order source keeps the order")
         if split.skipped:
             print(f"{split.folder / 'skipped.txt'} lists what was skipped")
     print(f"\nnext: sopdist verify {shlex.quote(str(prepared[0].folder))}")

@@ -1,0 +1,79 @@
+"""Sets that are sorted by class are shuffled once, with all that belongs to a sample."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sopdist.cli import main
+from sopdist.data.sources.order import arrange, is_sorted_by_class, shuffle
+from sopdist.data.sources.source import SourceSplit
+from sopdist.data.split import open_split
+from tests.data.pictures import encoded, picture
+
+
+def source(count: int, labels: np.ndarray) -> SourceSplit:
+    paths = [f"{number}.jpg" for number in range(count)]
+    return SourceSplit(
+        "x", "train", ("a", "b"), paths, {"given": labels, "clean": 1 - labels}, lambda n: str(n).encode()
+    )
+
+
+@given(st.integers(0, 200))
+def test_a_shuffle_keeps_what_belongs_together_and_is_always_the_same(count: int) -> None:
+    split = source(count, np.arange(count) % 2)
+    mixed = shuffle(split)
+    assert sorted(mixed.paths) == sorted(split.paths)
+    for place, path in enumerate(mixed.paths):
+        number = int(path.removesuffix(".jpg"))
+        assert mixed.read(place) == str(number).encode()
+        assert mixed.labels["given"][place] == number % 2
+        assert mixed.labels["clean"][place] == 1 - number % 2
+    assert shuffle(split).paths == mixed.paths
+
+
+def test_sorted_sets_are_recognised() -> None:
+    mixed = np.random.default_rng(0).integers(0, 10, 5000)
+    assert is_sorted_by_class(np.sort(mixed))
+    assert is_sorted_by_class(np.repeat([3, 1, 2, 1, 0], 40))
+    assert not is_sorted_by_class(mixed)
+    assert not is_sorted_by_class(np.arange(50) % 2)
+    assert not is_sorted_by_class(np.zeros(100, dtype=np.int64)), "one class has no other order"
+    assert not is_sorted_by_class(np.random.default_rng(0).choice(2, 2000, p=[0.95, 0.05])), "rare is not sorted"
+
+
+def test_auto_leaves_small_and_mixed_sets_alone() -> None:
+    by_class, mixed = np.repeat([0, 1], 50), np.arange(100) % 2
+    assert arrange(source(100, by_class), "auto", 30)[1] == "shuffled"
+    assert arrange(source(100, by_class), "auto", 100)[1] == "source", "a single shard is shuffled by the plan"
+    assert arrange(source(100, mixed), "auto", 30)[1] == "source"
+    assert arrange(source(100, mixed), "shuffled", 30)[1] == "shuffled"
+    assert arrange(source(100, by_class), "source", 30)[0].paths[:2] == ["0.jpg", "1.jpg"]
+
+
+def test_prepare_mixes_the_classes_of_an_image_folder_and_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number in range(40):
+        path = tmp_path / "in" / ("cat" if number < 20 else "dog") / f"{number}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(encoded(picture(number, 20, 20)))
+    command = ["prepare", "imagefolder", "--root", str(tmp_path / "in"), "--samples-per-shard", "10"]
+    assert main([*command, "--out", str(tmp_path / "out")]) == 0
+    assert "shuffled, because it is sorted by class" in capsys.readouterr().out
+    with open_split(tmp_path / "out" / "train") as split:
+        given_labels = split.labels("given").labels
+        assert all(0 < shard.sum() < 10 for shard in given_labels.reshape(4, 10)), "both classes in every shard"
+        for index in range(len(split)):
+            record = split.record(index)
+            assert record["label"] == given_labels[index] == record["path"].startswith("dog")
+            assert split.image(index) == (tmp_path / "in" / record["path"]).read_bytes()
+    assert json.loads((tmp_path / "out" / "train" / "source.json").read_text())["job"]["order"] == "shuffled"
+    assert main([*command, "--out", str(tmp_path / "kept"), "--order", "source"]) == 0
+    with open_split(tmp_path / "kept" / "train") as split:
+        assert (np.diff(split.labels("given").labels) >= 0).all()
