@@ -450,7 +450,7 @@ class RemoteStore:
             self._warned = True
             with self._cache.changing():
                 stores = max(self._cache.fetching(), 1)
-            enough = stores * (self._parallel + 1) * max(shard.bytes for shard in self.manifest().shards)
+            enough = stores * (self._parallel + 1) * info.bytes
             log.warning(
                 "%s: the limit of %s bytes is too small for what is read at once: shards go before they are used, and "
                 "are fetched again; allow %s bytes", self._cache.folder, f"{self._cache.limit:,}", f"{enough:,}",
