@@ -16,12 +16,12 @@ import numpy as np
 import torch
 from PIL import Image
 
+from ..data.augment.draws import uniforms
+from ..data.augment.recipes import Recipe, find_recipe
 from ..data.decode.images import decode_image
 from ..data.decode.pixels import crop
-from ..data.draws import uniforms
 from ..data.headers import read_header
 from ..data.manifest import index_name
-from ..data.recipes import Recipe, find_recipe
 from ..data.settings import Backend, DataSettings
 from ..data.stream import Stream
 

@@ -9,3 +9,8 @@ class DataError(Exception):
 
 class ImageError(DataError):
     """An image that cannot be used. The message is the reason; whoever knows the shard and the key adds them."""
+
+
+class StoreError(DataError):
+    """A shard cannot be had: the network, the server or the cache fails. No sample is to blame, so nothing is skipped:
+    the run stops, and can be resumed."""

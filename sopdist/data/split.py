@@ -8,13 +8,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from .errors import DataError
+from .errors import DataError, StoreError
 from .labels import LabelSet
 from .manifest import ShardInfo
 from .shards import Shard
 from .store import LocalStore, Store
 
-_MOST_OPEN = 512  # shards kept open: a file descriptor and a few dozen kB of index each
+_MOST_OPEN = 64  # shards kept open: a file descriptor and some hundred kB of index each
 
 
 class Split:
@@ -85,7 +85,14 @@ class Split:
 
     def _open_shard(self, number: int) -> Shard:
         info: ShardInfo = self.manifest.shards[number]
-        shard = Shard(self.store.folder_of(info), info)  # outside of the lock: it may wait for a download
+        # Outside of the lock, because it may wait for a download. A second time, because another process may evict a
+        # shard from a cache before it is open.
+        try:
+            shard = Shard(self.store.folder_of(info), info)
+        except StoreError:
+            raise
+        except DataError:
+            shard = Shard(self.store.folder_of(info), info)
         with self._lock:
             shard = self._open.setdefault(number, shard)
             while len(self._open) > self._most_open:

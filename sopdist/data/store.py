@@ -25,7 +25,10 @@ class Store(Protocol):
         """Names of the label sets there are."""
 
     def folder_of(self, info: ShardInfo) -> Path:
-        """A local folder that has the shard's tar and index now; waits until it does. Called from many threads."""
+        """A local folder that has the shard's tar and index now; waits until it does. Called from many threads.
+
+        StoreError if it cannot be had.
+        """
 
     def expect(self, coming: Iterable[ShardInfo]) -> None:
         """What `folder_of` will be asked for from now on, in that order; replaces earlier expectations."""

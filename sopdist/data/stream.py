@@ -23,18 +23,18 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from .augment.draws import GEOMETRY, POLICY, uniforms
+from .augment.policy import POLICY_DRAWS, Policy, apply_policy
+from .augment.recipes import find_recipe
 from .batch import Batch
 from .decode.backends import open_decoder
 from .decode.pixels import Normalizer
 from .decode.request import BadSample, Decoded, Request
-from .draws import GEOMETRY, POLICY, uniforms
 from .errors import DataError
 from .labels import UNKNOWN
 from .manifest import ShardInfo
 from .plan import NO_SAMPLE, Indices, Plan, balanced_subset, evaluation_plan, rank_columns, training_plan
-from .policy import POLICY_DRAWS, Policy, apply_policy
-from .recipes import find_recipe
-from .remote import open_store
+from .remote.opening import open_store
 from .settings import DataSettings
 from .split import Split
 
@@ -78,7 +78,7 @@ class Stream:
         store = open_store(
             settings.root, Path(settings.cache) if settings.cache else None, settings.cache_bytes or None
         )
-        self.split = Split(store)
+        self.split = Split(store, most_open=self._most_open())
         try:
             self.labels = self.split.labels(settings.labels)
             self._decoder = open_decoder(
@@ -148,6 +148,11 @@ class Stream:
         """Stop all threads and close all files."""
         self._decoder.close()
         self.split.close()
+
+    def _most_open(self) -> int:
+        """Shards that the plan has in use at a time for this rank: of its lanes, and of the next where they are cut."""
+        share = (self._columns.stop - self._columns.start) / self._global_batch
+        return (int(self.settings.lanes * share) + 2) * self.settings.block
 
     def _submit(self, epoch: int, row: Indices) -> tuple[Request, NDArray[np.float32]]:
         """Start decoding this rank's part of a row of the plan."""

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from sopdist.cli import main
-from sopdist.data.contact_sheet import Tile, decode_upright, draw_sheet
+from sopdist.data.checking.contact_sheet import Tile, decode_upright, draw_sheet
+from sopdist.data.checking.inspection import bytes_text, choose, histogram_text
 from sopdist.data.errors import ImageError
-from sopdist.data.inspection import bytes_text, choose, histogram_text
 from sopdist.data.labels import write_labels
 from sopdist.data.shards import Member
 from tests.data.pictures import encoded, picture

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from sopdist.data.errors import DataError
-from sopdist.data.label_noise import (
+from sopdist.data.labelling.noise import (
     CIFAR10_PAIRS,
     check_matrix,
     draw_exclusive,

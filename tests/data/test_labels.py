@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from sopdist.cli import main
-from sopdist.data.label_diff import compare_labels, diff_text
+from sopdist.data.labelling.diff import compare_labels, diff_text
 from sopdist.data.labels import list_labels, read_labels, write_labels
 from sopdist.data.manifest import read_manifest
 from tests.data.small_splits import samples, write_split

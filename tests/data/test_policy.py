@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from PIL import Image, ImageEnhance, ImageOps
 from torch import Tensor
 
-from sopdist.data import policy as policy_module
-from sopdist.data.policy import MOST_LAYERS, OPERATIONS, POLICY_DRAWS, Policy, apply_policy
+from sopdist.data.augment import policy as policy_module
+from sopdist.data.augment.policy import MOST_LAYERS, OPERATIONS, POLICY_DRAWS, Policy, apply_policy
 
 FILL = (10, 128, 250)
 JUST_BELOW_ONE = 1.0 - 2.0**-53

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from sopdist.data import job
 from sopdist.data.errors import DataError
 from sopdist.data.labels import list_labels, write_labels
 from sopdist.data.manifest import read_manifest
+from sopdist.data.prepare import job
 
 from .pictures import encoded, picture
 from .test_prepare import contents, make_images, prepare

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sopdist.data.draws import GEOMETRY, POLICY, uniforms
+from sopdist.data.augment.draws import GEOMETRY, POLICY, uniforms
+from sopdist.data.augment.recipes import RECIPES, find_recipe
 from sopdist.data.errors import DataError
-from sopdist.data.recipes import RECIPES, find_recipe
 from sopdist.philox import philox
 
 lengths = st.integers(1, 5000)

@@ -13,7 +13,7 @@ from PIL import Image
 
 from sopdist.data.errors import ImageError
 from sopdist.data.headers import FORMATS
-from sopdist.data.reencode import fit_for_shard, strict_pillow
+from sopdist.data.prepare.reencode import fit_for_shard, strict_pillow
 
 from .pictures import encoded, picture
 

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from sopdist.data.errors import DataError
-from sopdist.data.unpickle import load_pickle, load_torch
+from sopdist.data.sources.unpickle import load_pickle, load_torch
 
 
 def python2_pickle(value: Any) -> bytes:

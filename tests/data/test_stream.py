@@ -14,11 +14,11 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from sopdist.data.augment.policy import Policy
+from sopdist.data.augment.recipes import RECIPES
 from sopdist.data.batch import Batch
 from sopdist.data.errors import DataError
 from sopdist.data.labels import write_labels
-from sopdist.data.policy import Policy
-from sopdist.data.recipes import RECIPES
 from sopdist.data.settings import DataSettings
 from sopdist.data.shards import Member
 from sopdist.data.stream import Stream, TooManyBadSamplesError

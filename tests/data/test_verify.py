@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 from sopdist.cli import main
+from sopdist.data.checking.verify import verify_split
+from sopdist.data.checking.verify_shard import Checks
 from sopdist.data.headers import read_header
 from sopdist.data.labels import write_labels
 from sopdist.data.manifest import Manifest, read_manifest
 from sopdist.data.shards import Member, parse_index
-from sopdist.data.verify import verify_split
-from sopdist.data.verify_shard import Checks
 from sopdist.files import sha256_of
 from tests.data.pictures import encoded, picture
 from tests.data.small_splits import CLASSES, jpeg, sample, samples, write_split

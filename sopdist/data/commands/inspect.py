@@ -17,10 +17,10 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
+from ..checking.inspection import Indices, choose, histogram_text, images_text, look_at, manifest_text
 from ..errors import DataError
-from ..inspection import Indices, choose, histogram_text, images_text, look_at, manifest_text
-from ..label_diff import class_title
-from ..label_files import ClassReader
+from ..labelling.diff import class_title
+from ..labelling.files import ClassReader
 from ..labels import CLEAN, GIVEN, UNKNOWN, Labels
 from ..split import Split, open_split
 from .output import write_output
@@ -83,7 +83,7 @@ def _candidates(args: argparse.Namespace, labels: Labels, classes: tuple[str, ..
 
 def _write_sheet(args: argparse.Namespace, split: Split, labels: Labels, chosen: Indices) -> None:
     try:
-        from ..contact_sheet import Tile, draw_sheet
+        from ..checking.contact_sheet import Tile, draw_sheet
     except ImportError as error:
         raise DataError(f"--sheet needs Pillow ({error}): pip install 'sopdist[data]'") from None
     warnings.filterwarnings("ignore", module=r"PIL\.")  # they name no file; what matters is raised

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from ...files import sha256_of
-from .. import label_noise
 from ..errors import DataError
-from ..label_diff import align, class_title, compare_labels, diff_record, diff_rows, diff_text
-from ..label_files import NAMES, NUMBERS, ClassReader, read_label_file, read_matrix
+from ..labelling import noise as label_noise
+from ..labelling.diff import align, class_title, compare_labels, diff_record, diff_rows, diff_text
+from ..labelling.files import NAMES, NUMBERS, ClassReader, read_label_file, read_matrix
 from ..labels import CLEAN, FOLDER, GIVEN, UNKNOWN, Labels, check_name, list_labels, read_labels, write_labels
 from ..manifest import Manifest, read_manifest
 from .output import write_json, write_output

@@ -19,7 +19,7 @@ from ..sources import SOURCES, load_source
 from ..sources.source import SourceSplit
 
 if TYPE_CHECKING:
-    from ..prepare import Prepared
+    from ..prepare.engine import Prepared
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,8 +69,8 @@ def _add_source_arguments(parser: argparse.ArgumentParser, name: str) -> None:
 def run(args: argparse.Namespace) -> int:
     """Find the splits, prepare them, say what came out."""
     try:
-        from ..job import Options
-        from ..prepare import prepare
+        from ..prepare.engine import prepare
+        from ..prepare.job import Options
     except ModuleNotFoundError as error:
         raise DataError(f"`sopdist prepare` needs {error.name}: pip install 'sopdist[data]'") from None
     options = Options(

@@ -22,10 +22,10 @@ from typing import Any
 
 from tqdm import tqdm
 
+from ..checking.verify import find_splits, verify_split
+from ..checking.verify_shard import Checks, Findings
 from ..errors import DataError
 from ..manifest import Manifest
-from ..verify import find_splits, verify_split
-from ..verify_shard import Checks, Findings
 from .output import write_json
 
 MOST_SHOWN = 20  # of each kind
@@ -100,7 +100,7 @@ def _many(count: int, what: str) -> str:
 
 def _decoder() -> Callable[[bytes], object]:
     try:
-        from ..contact_sheet import decode_upright
+        from ..checking.contact_sheet import decode_upright
     except ImportError as error:
         raise DataError(f"--decode needs Pillow ({error}): pip install 'sopdist[data]'") from None
     warnings.filterwarnings("ignore", module=r"PIL\.")  # they name no file; what matters is raised

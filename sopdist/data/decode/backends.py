@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..recipes import Recipe
+from ..augment.recipes import Recipe
 from ..settings import DataSettings
 from ..split import Split
 from .cpu import CpuDecoder

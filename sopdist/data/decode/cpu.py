@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ..augment.recipes import Recipe
 from ..errors import ImageError
-from ..recipes import Recipe
 from ..split import Split
 from .buffers import BufferPool
 from .images import decode_image

@@ -21,9 +21,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..augment.recipes import Recipe
 from ..errors import ImageError
 from ..headers import ImageHeader
-from ..recipes import Recipe
 from ..split import Split
 from .buffers import BufferPool
 from .dali_pipeline import BLACK, Pipeline, build_pipeline, feed, ppm

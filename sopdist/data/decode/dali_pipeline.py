@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..augment.recipes import Recipe
 from ..errors import DataError
-from ..recipes import Recipe
 
 ENCODED = "encoded"
 BLACK = np.zeros((1, 1, 3), np.uint8)  # the smallest image

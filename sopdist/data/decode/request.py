@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..errors import DataError
+from ..augment.recipes import Boxes, Recipe
+from ..errors import DataError, StoreError
 from ..headers import ImageHeader, read_header
-from ..recipes import Boxes, Recipe
 from ..split import Split
 
 
@@ -73,10 +73,12 @@ class Decoder(Protocol):
 
 
 def read_sample(split: Split, index: int, max_pixels: int) -> Encoded | BadSample:
-    """Read a sample and its image header."""
+    """Read a sample and its image header. StoreError passes: it is not the sample that is bad."""
     try:
         data = split.image(index)
         return Encoded(data, read_header(data, max_pixels))
+    except StoreError:
+        raise
     except (DataError, OSError) as error:
         return bad_sample(split, index, error)
 

@@ -24,9 +24,9 @@ from numpy.typing import NDArray
 
 from ..errors import DataError
 from ..labels import CLEAN, GIVEN
-from ..unpickle import load_pickle, load_torch
 from .lists import content_of, find_files, read_names, root_of
 from .source import SourceSplit
+from .unpickle import load_pickle, load_torch
 
 _PIXELS = 3 * 32 * 32
 
@@ -168,7 +168,7 @@ def _field(fields: dict[str, Any], key: str, path: Path) -> Any:
 def _read_png(pixels: Pixels, number: int) -> bytes:
     from PIL import Image
 
-    from ..reencode import encode_png
+    from ..prepare.reencode import encode_png
 
     planes = pixels[number].reshape(3, 32, 32)  # (channel, row, column)
     return encode_png(Image.fromarray(np.ascontiguousarray(planes.transpose(1, 2, 0))))  # (row, column, channel)

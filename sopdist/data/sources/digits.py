@@ -60,7 +60,7 @@ def read_grey(pixels: NDArray[np.uint8], number: int) -> bytes:
     """One of the images `pixels`, (N, height, width), as PNG."""
     from PIL import Image
 
-    from ..reencode import encode_png
+    from ..prepare.reencode import encode_png
 
     return encode_png(Image.fromarray(pixels[number]))
 

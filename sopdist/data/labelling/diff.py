@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .labels import UNKNOWN, Labels
+from ..labels import UNKNOWN, Labels
 
 MOST_CLASSES = 20  # of a matrix that a person can still read
 MOST_LINES = 20

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from .errors import ImageError
-from .headers import JPEG, MAX_PIXELS, PNG, ImageHeader, read_header
+from ..errors import ImageError
+from ..headers import JPEG, MAX_PIXELS, PNG, ImageHeader, read_header
 
 QUALITY = 95
 

@@ -22,13 +22,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from ..files import PART_SUFFIX, write_whole
-from . import labels
-from .errors import DataError
-from .manifest import MANIFEST, index_name, read_manifest, shard_name
+from ...files import PART_SUFFIX, write_whole
+from .. import labels
+from ..errors import DataError
+from ..manifest import MANIFEST, index_name, read_manifest, shard_name
+from ..sources.order import Order
+from ..sources.source import SourceSplit
 from .reencode import QUALITY
-from .sources.order import Order
-from .sources.source import SourceSplit
 
 SKIPPED = "skipped.txt"
 _JOB = "prepare.json"

@@ -27,7 +27,7 @@ from contextlib import suppress
 from typing import IO, Any
 from urllib.parse import quote, unquote, urlsplit, urlunsplit
 
-from .errors import DataError
+from ..errors import DataError, StoreError
 
 log = logging.getLogger("sopdist.data")
 
@@ -44,11 +44,11 @@ _FOR_GOOD = (401, 403, 404, 405, 410, 416, 451)  # asking again would give the s
 _NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "ProfileNotFound")  # botocore's, without it
 
 
-class MissingError(DataError):
+class MissingError(StoreError):
     """There is no such file there."""
 
 
-class ClosedError(DataError):
+class ClosedError(StoreError):
     """The transfer was told to stop."""
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..philox import WORD_MASK, philox
+from ...philox import WORD_MASK, philox
 
 _STREAM = 2  # see philox.py
 _VIEWS = 4

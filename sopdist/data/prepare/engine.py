@@ -20,17 +20,17 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from ..files import write_whole
+from ...files import write_whole
+from ..errors import DataError, ImageError
+from ..keys import keys_of
+from ..labels import GIVEN, check_labels, check_name, write_labels
+from ..manifest import Manifest, ShardInfo, read_manifest, shard_name
+from ..shards import Member, write_shard
+from ..sources.order import Order, arrange
+from ..sources.source import SourceSplit
 from . import job as jobs
-from .errors import DataError, ImageError
 from .job import Job, Options, ShardRecord, readable
-from .keys import keys_of
-from .labels import GIVEN, check_labels, check_name, write_labels
-from .manifest import Manifest, ShardInfo, read_manifest, shard_name
 from .reencode import Encoded, fit_for_shard, strict_pillow
-from .shards import Member, write_shard
-from .sources.order import Order, arrange
-from .sources.source import SourceSplit
 
 _GO_ON = "then run the same command again: finished shards are kept"
 _WHAT_TO_DO = {

@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from .errors import DataError
+from ..errors import DataError
 
 Boxes = NDArray[np.int32]  # (B, 4): x, y, width, height
 Sides = NDArray[np.int64]  # (B,): widths or heights

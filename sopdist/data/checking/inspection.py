@@ -11,12 +11,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from .errors import DataError
-from .headers import ImageHeader, read_header
-from .label_diff import align, class_title
-from .labels import UNKNOWN, Labels
-from .manifest import Manifest
-from .split import Split
+from ..errors import DataError
+from ..headers import ImageHeader, read_header
+from ..labelling.diff import align, class_title
+from ..labels import UNKNOWN, Labels
+from ..manifest import Manifest
+from ..split import Split
 
 MOST_BARS = 30  # classes; of more, only the largest and the smallest are shown
 _ENDS = 10  # that many of each

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from PIL import Image, ImageDraw, ImageFont
 
-from .decode.images import decode_image
-from .errors import ImageError
-from .headers import read_header
+from ..decode.images import decode_image
+from ..errors import ImageError
+from ..headers import read_header
 
 _THUMB = 128
 _LINE = 15

@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .errors import DataError
-from .labels import UNKNOWN, Labels
+from ..errors import DataError
+from ..labels import UNKNOWN, Labels
 
 STREAM = int.from_bytes(b"labels", "big")  # apart from all else that is drawn with the same seed
 SEEDS = 1 << 64

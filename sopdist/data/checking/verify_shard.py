@@ -15,12 +15,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..files import sha256_of
-from .errors import DataError, ImageError
-from .headers import FORMATS, read_header
-from .labels import GIVEN, UNKNOWN, Labels
-from .manifest import Manifest, ShardInfo
-from .shards import parse_index, scan_tar
+from ...files import sha256_of
+from ..errors import DataError, ImageError
+from ..headers import FORMATS, read_header
+from ..labels import GIVEN, UNKNOWN, Labels
+from ..manifest import Manifest, ShardInfo
+from ..shards import parse_index, scan_tar
 
 _SAFE_KEY = re.compile(r"[A-Za-z0-9_~%-]+(?:/[A-Za-z0-9_~%-]+)*")  # what keys.py makes
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from ..files import PART_SUFFIX
-from .errors import DataError
-from .labels import FOLDER, GIVEN, Labels, read_labels
-from .manifest import MANIFEST, Manifest, ShardInfo, read_manifest
+from ...files import PART_SUFFIX
+from ..errors import DataError
+from ..labels import FOLDER, GIVEN, Labels, read_labels
+from ..manifest import MANIFEST, Manifest, ShardInfo, read_manifest
 from .verify_shard import Checks, Findings, Problem, ShardCheck, index_of, read_keys, shown
 
 _SHARD_FILE = re.compile(r"shard-.*\.(?:tar|idx)")

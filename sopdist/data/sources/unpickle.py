@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .errors import DataError
+from ..errors import DataError
 
 _MAX_BYTES = 1 << 30  # of a pickle in a zip, which may claim anything; CIFAR-N has 2.4 MB
 _NUMBERS = re.compile(r"b1|[iu][1248]|f[248]")  # dtypes without pointers, text or fields

@@ -9,221 +9,31 @@ room is not needed, and goes in the order of last use. Whoever still has it open
 from __future__ import annotations
 
 import errno
-import fcntl
 import io
 import json
 import os
-import re
-import shutil
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import IO, TypeVar
 
-from ..files import PART_SUFFIX, sha256_of
-from .errors import DataError
-from .labels import FOLDER as LABELS
-from .labels import LabelSet, check_name, parse_labels
-from .manifest import MANIFEST, Manifest, ShardInfo, parse_manifest
-from .shards import parse_index
-from .store import LocalStore, Store
-from .transfer import PIPE, ClosedError, MissingError, Transfer, log, without_secrets
+from ...files import sha256_of
+from ..errors import DataError, StoreError
+from ..labels import FOLDER as LABELS
+from ..labels import LabelSet, check_name, parse_labels
+from ..manifest import MANIFEST, Manifest, ShardInfo, parse_manifest
+from ..shards import parse_index
+from .cache import Cache, NoRoomError, release
+from .transfer import ClosedError, MissingError, Transfer, log, without_secrets
 
-MOST_BY_DEFAULT = 100 << 30
 _MOST_AHEAD = 128  # shards held ready: each is an open file
-_GRACE = 1.0  # seconds after its last use in which a file stays, so that whoever was told of it can open it
 _POLL = 0.1  # seconds between two looks at what other processes do, when a shard is waited for
 _IDLE = 0.5  # the same, when none is
-_SPLIT_FOLDER = re.compile(r"[0-9a-f]{16}")
-_SUFFIXES = (".tar", ".idx", ".npy", ".json", PART_SUFFIX)
 
 T = TypeVar("T")
-
-
-class _NoRoomError(Exception):
-    """The cache is full of files that must stay."""
-
-
-@dataclass
-class _Entry:
-    """Files that go together: a shard and its index, a label set and its description."""
-
-    paths: list[Path] = field(default_factory=list)
-    bytes: int = 0
-    last_use: float = 0.0
-    arriving: bool = False
-
-
-class _Cache:
-    """A folder of files that many processes share, never of more bytes than the limit.
-
-    It changes only under its lock (`changing`). A file has its name once it is whole. Before, it is NAME.part: locked
-    by whoever writes it, and from the start as long as it is going to be, so that sizes in the folder are also
-    reservations. Whoever needs a file to stay holds a shared lock on it. All locks end with their process, so a .part
-    without one was left by a process that died.
-    """
-
-    def __init__(self, folder: Path, limit: int) -> None:
-        self.folder, self.limit = folder, limit
-        self.evictions = 0
-        self.dropped = 0  # of these, files that somebody still held
-        try:
-            with self.changing():
-                self.survey()
-        except OSError as error:
-            raise DataError(f"{folder}: cannot be a cache: {error.strerror}; choose another folder") from None
-
-    @contextmanager
-    def changing(self) -> Iterator[None]:
-        """Be the only one, of all threads and processes, that looks at the folder or changes it. Never for long."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        lock = os.open(self.folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            yield
-        finally:
-            _release(lock)
-
-    # The methods from here to `fetching` are called under `changing`.
-
-    def survey(self) -> dict[Path, _Entry]:
-        """What is there, by path without suffix. Clears away what dead processes left."""
-        entries: dict[Path, _Entry] = {}
-        # Other folders and files are not ours: neither counted nor touched.
-        splits = [folder for folder in self.folder.iterdir() if _SPLIT_FOLDER.fullmatch(folder.name)]
-        folders = [folder for split in splits for folder in (split, split / LABELS) if folder.is_dir()]
-        for path in (path for folder in folders for path in folder.iterdir() if path.suffix in _SUFFIXES):
-            arriving = path.suffix == PART_SUFFIX
-            if arriving and _is_free(path):
-                path.unlink(missing_ok=True)
-            with suppress(FileNotFoundError):
-                found = path.stat()
-                whole = path.with_suffix("") if arriving else path
-                entry = entries.setdefault(whole.with_suffix(""), _Entry())
-                entry.paths.append(path)
-                entry.bytes += found.st_size
-                entry.last_use = max(entry.last_use, found.st_mtime)
-                entry.arriving |= arriving
-        return entries
-
-    def make_room(self, entries: dict[Path, _Entry], most: int, expendable: Sequence[Path] | None) -> int:
-        """Evict until no more than `most` bytes are left, as far as possible; returns how many are left.
-
-        What nobody holds goes, by last use. If somebody is waiting, `expendable` (in order) goes next, and last what
-        other processes hold: the newest first, since they fetch in the order in which they will need it.
-        """
-        left = sum(entry.bytes for entry in entries.values())
-        now = time.time()
-        settled = {path: entry for path, entry in entries.items() if not 0 <= now - entry.last_use < _GRACE}
-        by_age = sorted(settled.values(), key=lambda entry: entry.last_use)
-        for entry in by_age:
-            if left > most and all(map(_is_free, entry.paths)):
-                left -= self._evict(entry)
-        if left <= most or expendable is None:
-            return left
-        own = [settled[path.with_suffix("")] for path in expendable if path.with_suffix("") in settled]
-        for entry in (*own, *reversed(by_age)):
-            if left > most and entry.bytes and not entry.arriving:
-                left -= self._evict(entry)
-                self.dropped += 1
-        return left
-
-    def _evict(self, entry: _Entry) -> int:
-        for path in sorted(entry.paths, reverse=True):  # the .tar first: without it, the shard counts as gone
-            path.unlink(missing_ok=True)
-        self.evictions += 1
-        freed, entry.bytes = entry.bytes, 0
-        return freed
-
-    def begin(self, path: Path, size: int, expendable: Sequence[Path] | None) -> io.FileIO | None:
-        """Make room for `path` and open it for writing; None if somebody is writing it already."""
-        part = path.with_name(path.name + PART_SUFFIX)
-        entries = self.survey()
-        if part.exists():
-            return None
-        if self.make_room(entries, self.limit - size, expendable) + size > self.limit:
-            raise _NoRoomError
-        part.parent.mkdir(parents=True, exist_ok=True)
-        file = io.FileIO(part, "x")  # no buffer: a full disk is told of at once
-        fcntl.flock(file, fcntl.LOCK_EX)
-        file.truncate(size)
-        return file
-
-    def hold(self, path: Path, size: int) -> int | None:
-        """Keep a whole file from being evicted: a descriptor to be released, or None if it is not there."""
-        try:
-            held = os.open(path, os.O_RDONLY)
-        except FileNotFoundError:
-            return None
-        fcntl.flock(held, fcntl.LOCK_SH)
-        if os.fstat(held).st_size == size:
-            return held
-        _release(held)
-        return None
-
-    def fetching(self) -> int:
-        """How many stores fetch ahead into this cache."""
-        signs = list(self.folder.glob("fetching-*"))
-        for sign in (dead := [sign for sign in signs if _is_free(sign)]):
-            sign.unlink(missing_ok=True)
-        return len(signs) - len(dead)
-
-    def announce(self) -> IO[bytes]:
-        """Count in `fetching` until the result is closed."""
-        with self.changing():
-            sign = tempfile.NamedTemporaryFile(dir=self.folder, prefix="fetching-")  # noqa: SIM115 - closed by close()
-            fcntl.flock(sign, fcntl.LOCK_EX)
-            return sign
-
-    def complete(self, file: io.FileIO, path: Path, write: Callable[[io.FileIO], None]) -> int:
-        """Let `write` fill what `begin` opened, down to the disk, then give it its name; returns it held."""
-        try:
-            write(file)
-            with self.changing():
-                os.replace(str(file.name), path)
-                fcntl.flock(file, fcntl.LOCK_SH)
-                return os.dup(file.fileno())  # the lock goes with it
-        except BaseException:
-            with suppress(OSError):
-                os.unlink(str(file.name))
-            raise
-        finally:
-            file.close()
-
-    def use(self, held: int, size: int, paths: Sequence[Path]) -> bool:
-        """Note that these files are in use now; False if one was evicted, or cut, although it was held."""
-        with self.changing(), suppress(FileNotFoundError):
-            for path in paths:
-                os.utime(path)
-            found = os.fstat(held)
-            return found.st_nlink > 0 and found.st_size == size
-        return False
-
-
-def _release(held: int) -> None:
-    """Unlock and close. Unlocking is explicit because a forked child may have the descriptor, too."""
-    fcntl.flock(held, fcntl.LOCK_UN)
-    os.close(held)
-
-
-def _is_free(path: Path) -> bool:
-    """Does nobody lock it?"""
-    try:
-        descriptor = os.open(path, os.O_RDONLY)
-    except FileNotFoundError:
-        return True
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return True
-    except BlockingIOError:
-        return False
-    finally:
-        os.close(descriptor)
 
 
 class RemoteStore:
@@ -238,7 +48,7 @@ class RemoteStore:
         self._stop = threading.Event()
         self._transfer = Transfer(root, self._stop, retries, backoff)
         self.root = self._transfer.root  # without secrets
-        self._cache = _Cache(cache, limit_bytes)
+        self._cache = Cache(cache, limit_bytes)
         self._parallel = parallel
         self._process = os.getpid()
         self._manifest: Manifest | None = None
@@ -315,7 +125,7 @@ class RemoteStore:
             self._expected = expected
             self._failed.clear()
             for name in self._ready.keys() - self._expected.keys():
-                _release(self._ready.pop(name))
+                release(self._ready.pop(name))
             self._changed.notify_all()
             if expected and not self._workers:
                 self._sign = self._cache.announce()
@@ -326,6 +136,14 @@ class RemoteStore:
 
     def folder_of(self, info: ShardInfo) -> Path:
         """The cache's folder of this split, once it has the shard."""
+        try:
+            return self._wait_for(info)
+        except StoreError:
+            raise
+        except DataError as error:
+            raise StoreError(str(error)) from None
+
+    def _wait_for(self, info: ShardInfo) -> Path:
         started = time.perf_counter()
         self.manifest()
         hit, used = True, False
@@ -348,7 +166,7 @@ class RemoteStore:
             try:
                 used = self._cache.use(held, info.bytes, [self._folder / info.name, self._folder / info.index_name])
             finally:
-                _release(held)
+                release(held)
         with self._changed:
             self._expected.pop(info.name, None)
             self._hits += hit
@@ -377,7 +195,7 @@ class RemoteStore:
                 log.warning("%s: a download does not end; it is left behind", self.root)
         with self._changed:
             while self._ready:
-                _release(self._ready.popitem()[1])
+                release(self._ready.popitem()[1])
             if self._sign is not None:
                 self._sign.close()
 
@@ -406,7 +224,7 @@ class RemoteStore:
             with self._cache.changing():
                 budget = self._cache.limit // max(self._cache.fetching(), 1)
             elsewhere: set[str] = set()  # shards that another process is fetching
-            with suppress(_NoRoomError):
+            with suppress(NoRoomError):
                 while (info := self._choose(budget, elsewhere)) is not None:
                     claim = None
                     try:
@@ -426,7 +244,7 @@ class RemoteStore:
             self._check_usable()
             for name, held in list(self._ready.items()):
                 if not os.fstat(held).st_nlink:  # another process needed the room
-                    _release(self._ready.pop(name))
+                    release(self._ready.pop(name))
             ahead = sum(self._expected[name].bytes for name in (*self._ready, *self._busy) if name in self._expected)
             taken = self._ready.keys() | self._busy | self._failed | elsewhere
             for info in islice(self._expected.values(), _MOST_AHEAD):
@@ -441,7 +259,7 @@ class RemoteStore:
     def _claim_soon(self, info: ShardInfo) -> int | io.FileIO:
         """Claim a shard that somebody waits for, at the cost of others if need be."""
         while True:
-            with suppress(_NoRoomError):
+            with suppress(NoRoomError):
                 claim = self._claim(info, self._expendable(info))
                 if claim is not None:
                     break
@@ -476,7 +294,7 @@ class RemoteStore:
         try:
             self._need_index(info, path.with_name(info.index_name))
         except BaseException:
-            _release(held)
+            release(held)
             raise
         return held
 
@@ -532,11 +350,11 @@ class RemoteStore:
             file.write(content)
             os.fsync(file.fileno())
 
-        with suppress(_NoRoomError):
+        with suppress(NoRoomError):
             with self._cache.changing():
                 file = self._cache.begin(path, len(content), expendable)
             if file is not None:
-                _release(self._cache.complete(file, path, write))
+                release(self._cache.complete(file, path, write))
                 return True
         return False
 
@@ -573,7 +391,7 @@ class RemoteStore:
             if held is not None and info.name in self._expected and not self._stop.is_set():
                 self._ready[info.name] = held
             elif held is not None:
-                _release(held)
+                release(held)
             self._changed.notify_all()
 
     def _sleep(self) -> None:
@@ -586,23 +404,3 @@ class RemoteStore:
             raise ClosedError(f"{self.root}: was closed")
         if os.getpid() != self._process:
             raise DataError(f"{self.root}: was opened before a fork; open it in the process that reads")
-
-
-def open_store(root: str | Path, cache: Path | None = None, limit_bytes: int | None = None) -> Store:
-    """The store of a split: a local folder, or a URL or `pipe:COMMAND` behind a cache.
-
-    The cache is `~/.cache/sopdist` (or in $XDG_CACHE_HOME) unless told otherwise. Its limit is 100 GiB unless told
-    otherwise, but not more than half of what the disk has left.
-    """
-    if not isinstance(root, str) or not (root.startswith(PIPE) or "://" in root):
-        return LocalStore(Path(root))
-    if cache is None:
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sopdist"
-    return RemoteStore(root, cache, limit_bytes or _default_limit(cache))
-
-
-def _default_limit(cache: Path) -> int:
-    there = _Cache(cache, MOST_BY_DEFAULT)
-    with there.changing():  # what is cached already does not count as taken, or the limit would shrink run by run
-        cached = sum(entry.bytes for entry in there.survey().values())
-    return min(MOST_BY_DEFAULT, (shutil.disk_usage(cache).free + cached) // 2)

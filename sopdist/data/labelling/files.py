@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .errors import DataError
-from .keys import key_of
-from .label_noise import check_matrix
-from .labels import UNKNOWN, Labels, check_labels
-from .manifest import Manifest
-from .shards import Shard
+from ..errors import DataError
+from ..keys import key_of
+from ..labels import UNKNOWN, Labels, check_labels
+from ..manifest import Manifest
+from ..shards import Shard
+from .noise import check_matrix
 
 NUMBERS, NAMES = "numbers", "names"
 TEXT_SUFFIXES = (".txt", ".csv")

@@ -1,0 +1,1 @@
+"""Making label sets: noise draws, files of users, comparisons."""

@@ -1,0 +1,1 @@
+"""`sopdist prepare`: from the images of a source to shards."""

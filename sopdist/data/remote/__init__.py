@@ -1,0 +1,1 @@
+"""Splits at a remote address, behind a cache on a local disk."""
