@@ -33,8 +33,30 @@ class Clusters(torch.utils.data.Dataset[tuple[Tensor, int, int]]):
         return self.points[i], int(self.labels[i]), i
 
 
+def python_examples() -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+
+
+def test_the_commands_and_the_example_of_shards_run_as_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = (ROOT / "README.md").read_text()
+    (commands,) = re.findall(r"```\n(\.venv/bin/sopdist prepare digits.*?)```", text, re.DOTALL)
+    for command in commands.splitlines():
+        assert main(command.split()[1:]) == 0, command
+    assert (tmp_path / "digits.png").exists()
+    capsys.readouterr()
+    torch.manual_seed(0)
+    _, example = python_examples()
+    exec(example, {})
+    found = re.search(r"(\d+)% of the 100 most suspicious labels are wrong", capsys.readouterr().out)
+    assert found is not None
+    assert int(found[1]) >= 95
+
+
 def test_the_five_line_example_runs_as_printed_and_finds_wrong_labels() -> None:
-    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    example, _ = python_examples()
     torch.manual_seed(0)
     dataset = Clusters()
     model = nn.Sequential(nn.Linear(20, 128), nn.ReLU(), nn.Linear(128, 10))
@@ -53,11 +75,12 @@ def test_the_five_line_example_runs_as_printed_and_finds_wrong_labels() -> None:
     assert abs(sop.noise_rate() - float(wrong.float().mean())) < 0.05
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/noise.md", "CONTRIBUTING.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/noise.md", "docs/data.md", "CONTRIBUTING.md"])
 def test_commands_and_links_in_the_docs_exist(page: str, capsys: pytest.CaptureFixture[str]) -> None:
     text = (ROOT / page).read_text()
-    for command in set(re.findall(r"sopdist ((?:bench )?[a-z]+)(?=[`; ,])", text)):
-        if command.split()[0] in ("demo", "bench"):
+    known = ("demo", "bench", "prepare", "labels", "verify", "inspect")
+    for command in set(re.findall(r"sopdist ((?:bench |prepare |labels )?[a-z0-9-]+)(?=[`; ,])", text)):
+        if command.split()[0] in known:
             with pytest.raises(SystemExit) as stop:
                 main([*command.split(), "--help"])
             assert stop.value.code == 0, command

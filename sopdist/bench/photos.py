@@ -31,7 +31,7 @@ def photo_jpegs(count: int, seed: int = 0) -> list[bytes]:
         x, y = random.uniform(0, photo.width - box_width), random.uniform(0, photo.height - box_height)
         image = photo.resize((width, height), Image.Resampling.LANCZOS, (x, y, x + box_width, y + box_height))
         buffer = io.BytesIO()
-        image.save(buffer, "JPEG", quality=92)
+        image.save(buffer, "JPEG", quality=96)
         jpegs.append(buffer.getvalue())
     return jpegs
 
