@@ -45,8 +45,9 @@ format: $(READY) ## rewrite the code in the house style
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(READY) ## cost of the noise table against its peers, and what the CUDA kernels compile to
+bench: $(READY) ## noise table and input pipeline against their peers, and what the CUDA kernels compile to
 	$(BIN)/sopdist bench table
+	$(BIN)/sopdist bench input
 	$(BIN)/sopdist bench kernels
 
 clean: ## remove the environment and all caches

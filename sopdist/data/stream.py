@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from types import TracebackType
 
@@ -88,6 +89,8 @@ class Stream:
             self.split.close()
             raise
         self._normalize = Normalizer(self.recipe.mean, self.recipe.std)
+        self._closed = False
+        self._running: object | None = None  # the epoch under way
         self._samples = self._bad = 0
         self._waited = 0.0
 
@@ -117,28 +120,40 @@ class Stream:
         )  # fmt: skip
 
     def epoch(self, epoch: int = 0, start: int = 0) -> Iterator[Batch]:
-        """The batches of an epoch, from step `start` on."""
+        """The batches of an epoch, from step `start` on. One epoch at a time: a new one ends the one before."""
+        if self._closed:
+            raise DataError(f"{self.split.store.root}: the stream is closed; open a new one")
         plan = self.plan(epoch)
         if not 0 <= start <= plan.steps:
             raise DataError(f"epoch {epoch} has {plan.steps} steps; it cannot start at step {start}")
-        rows = plan.rows[start:]
-        self.split.store.expect(self._shards_to_come(rows))
+        self.split.store.expect(self._shards_to_come(plan.rows[start:]))
+        return self._batches(epoch, plan, start)
+
+    def _batches(self, epoch: int, plan: Plan, start: int) -> Iterator[Batch]:
+        self._decoder.discard()
+        self._running = running = object()
         bad: dict[int, BadSample] = {}
         allowed = int(self.settings.max_bad_fraction * np.count_nonzero(plan.rows[:, self._columns] != NO_SAMPLE))
         ahead: deque[tuple[Request, NDArray[np.float32]]] = deque()
+        steps = iter(range(start, plan.steps))
         try:
-            for row in (*rows, *[None] * self.settings.prefetch):  # after the last row only collect
-                if row is not None:
-                    ahead.append(self._submit(epoch, row.astype(np.int64)))
-                if len(ahead) > self.settings.prefetch or (row is None and ahead):
-                    request, weight = ahead.popleft()
-                    begun = time.perf_counter()
-                    decoded = self._decoder.collect()
-                    self._waited += time.perf_counter() - begun
-                    self._count_bad(decoded.bad, bad, allowed, epoch)
-                    yield self._batch(epoch, request, weight, decoded)
+            while True:
+                for step in islice(steps, self.settings.prefetch + 1 - len(ahead)):
+                    ahead.append(self._submit(epoch, plan.rows[step].astype(np.int64)))
+                if not ahead:
+                    return
+                request, weight = ahead.popleft()
+                begun = time.perf_counter()
+                decoded = self._decoder.collect()
+                self._waited += time.perf_counter() - begun
+                self._count_bad(decoded.bad, bad, allowed, epoch)
+                yield self._batch(epoch, request, weight, decoded)
+                if self._running is not running:
+                    raise DataError(f"epoch {epoch} was left for another one, or the stream was closed; start it again")
         finally:
-            self._decoder.discard()
+            if self._running is running:
+                self._running = None
+                self._decoder.discard()
 
     def stats(self) -> StreamStats:
         """What the stream has cost so far."""
@@ -146,6 +161,7 @@ class Stream:
 
     def close(self) -> None:
         """Stop all threads and close all files."""
+        self._closed, self._running = True, None
         self._decoder.close()
         self.split.close()
 

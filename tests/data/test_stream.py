@@ -355,7 +355,24 @@ def test_wrong_settings_are_refused_by_name(folder: Path, options: dict[str, Any
 
 def test_an_epoch_does_not_start_after_its_end(folder: Path) -> None:
     with open_stream(folder) as stream, pytest.raises(DataError, match="5 steps; it cannot start at step 6"):
-        next(iter(stream.epoch(0, 6)))
+        stream.epoch(0, 6)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_new_epoch_ends_the_one_before_and_batches_are_never_mixed_up(folder: Path, backend: str) -> None:
+    with open_stream(folder, backend) as stream:
+        first = stream.epoch(0)
+        next(first)
+        second = kept(stream.epoch(1))
+        assert sorted(by_sample(second)) == list(range(SAMPLES))
+        with pytest.raises(DataError, match="epoch 0 was left for another one"):
+            next(first)
+        third = stream.epoch(2)
+        next(third)
+    with pytest.raises(DataError, match="or the stream was closed"):
+        next(third)
+    with pytest.raises(DataError, match="the stream is closed"):
+        stream.epoch(3)
 
 
 def test_a_folder_that_is_not_a_split_says_what_it_is(tmp_path: Path) -> None:
