@@ -12,5 +12,11 @@ class ImageError(DataError):
 
 
 class StoreError(DataError):
-    """A shard cannot be had: the network, the server or the cache fails. No sample is to blame, so nothing is skipped:
-    the run stops, and can be resumed."""
+    """A shard cannot be had: a file, the network or the server fails. No sample is to blame, so none is skipped.
+
+    The run stops, and can be resumed.
+    """
+
+
+class ShardError(StoreError):
+    """A shard's file is missing, or not the one that the manifest means."""

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..files import whole_file, write_whole
-from .errors import DataError
+from .errors import DataError, ShardError
 from .headers import FORMATS
 from .manifest import ShardInfo, index_name
 
@@ -119,12 +119,14 @@ class Shard:
         try:
             self.index = parse_index(index_path.read_text(encoding="utf-8"), str(index_path))
             self._file = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        except DataError as error:
+            raise ShardError(str(error)) from None
         except (OSError, UnicodeDecodeError) as error:
-            raise DataError(f"{getattr(error, 'filename', index_path)}: cannot be read: {error}") from None
+            raise ShardError(f"{getattr(error, 'filename', index_path)}: cannot be read: {error}") from None
         size = os.fstat(self._file).st_size
         if size != info.bytes or len(self.index.keys) != info.samples:
             self.close()
-            raise DataError(
+            raise ShardError(
                 f"{self.path}: {size} bytes and {len(self.index.keys)} samples, the manifest says {info.bytes} and "
                 f"{info.samples}; copy the shard again, or run `sopdist verify {folder}` for the whole list"
             )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import resource
 import threading
 from collections import OrderedDict
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from .errors import DataError, StoreError
+from .errors import DataError, ShardError
 from .labels import LabelSet
 from .manifest import ShardInfo
 from .shards import Shard
@@ -23,7 +24,8 @@ class Split:
     def __init__(self, store: Store, most_open: int = _MOST_OPEN) -> None:
         self.store = store
         self.manifest = store.manifest()
-        self._most_open = most_open
+        may_open, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._most_open = max(1, min(most_open, may_open // 4))  # the rest is for others
         self._open: OrderedDict[int, Shard] = OrderedDict()  # by use, the most recent last
         self._lock = threading.Lock()
 
@@ -89,9 +91,7 @@ class Split:
         # shard from a cache before it is open.
         try:
             shard = Shard(self.store.folder_of(info), info)
-        except StoreError:
-            raise
-        except DataError:
+        except ShardError:
             shard = Shard(self.store.folder_of(info), info)
         with self._lock:
             shard = self._open.setdefault(number, shard)

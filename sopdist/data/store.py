@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol
 
+from .errors import ShardError
 from .labels import LabelSet, list_labels, read_labels
 from .manifest import Manifest, ShardInfo, read_manifest
 
@@ -17,6 +19,9 @@ class Store(Protocol):
 
     def manifest(self) -> Manifest:
         """The split's manifest, checked."""
+
+    def check(self, manifest: Manifest) -> None:
+        """Are all shards there, as far as that can be seen at a glance? ShardError names those that are not."""
 
     def labels(self, manifest: Manifest, name: str) -> LabelSet:
         """A label set, checked."""
@@ -47,6 +52,17 @@ class LocalStore:
     def manifest(self) -> Manifest:
         """Read from the folder."""
         return read_manifest(self.folder)
+
+    def check(self, manifest: Manifest) -> None:
+        """Compare names and sizes with the manifest."""
+        sizes = {entry.name: entry.stat().st_size for entry in os.scandir(self.folder) if entry.is_file()}
+        wrong = [shard.name for shard in manifest.shards if sizes.get(shard.name) != shard.bytes]
+        wrong += [shard.index_name for shard in manifest.shards if shard.index_name not in sizes]
+        if wrong:
+            raise ShardError(
+                f"{self.folder}: missing or of the wrong size: {', '.join(wrong[:5])}"
+                f"{f' and {len(wrong) - 5} more' if len(wrong) > 5 else ''}; copy them again, or run `sopdist verify`"
+            )
 
     def labels(self, manifest: Manifest, name: str) -> LabelSet:
         """Read from the folder."""

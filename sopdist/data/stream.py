@@ -25,11 +25,10 @@ import torch
 from numpy.typing import NDArray
 
 from .augment.draws import GEOMETRY, POLICY, uniforms
-from .augment.policy import POLICY_DRAWS, Policy, apply_policy
+from .augment.policy import POLICY_DRAWS, Policy
 from .augment.recipes import find_recipe
 from .batch import Batch
 from .decode.backends import open_decoder
-from .decode.pixels import Normalizer
 from .decode.request import BadSample, Decoded, Request
 from .errors import DataError
 from .labels import UNKNOWN
@@ -81,14 +80,15 @@ class Stream:
         )
         self.split = Split(store, most_open=self._most_open())
         try:
+            store.check(self.split.manifest)
             self.labels = self.split.labels(settings.labels)
+            batch = self._columns.stop - self._columns.start
             self._decoder = open_decoder(
-                self.split, self.recipe, settings, self._columns.stop - self._columns.start, views=self._views
+                self.split, self.recipe, self._strong, settings, batch=batch, views=self._views
             )
         except BaseException:
             self.split.close()
             raise
-        self._normalize = Normalizer(self.recipe.mean, self.recipe.std)
         self._closed = False
         self._running: object | None = None  # the epoch under way
         self._samples = self._bad = 0
@@ -147,7 +147,7 @@ class Stream:
                 decoded = self._decoder.collect()
                 self._waited += time.perf_counter() - begun
                 self._count_bad(decoded.bad, bad, allowed, epoch)
-                yield self._batch(epoch, request, weight, decoded)
+                yield self._batch(request, weight, decoded)
                 if self._running is not running:
                     raise DataError(f"epoch {epoch} was left for another one, or the stream was closed; start it again")
         finally:
@@ -178,32 +178,23 @@ class Stream:
         index = filled[self._columns]
         weight = (row[self._columns] != NO_SAMPLE).astype(np.float32)
         views = range(self._views) if self._train else ()
-        request = Request(index, tuple(uniforms(self._seed, epoch, index, view, GEOMETRY) for view in views))
+        draws = None
+        if self._strong is not None:
+            draws = uniforms(self._seed, epoch, index, 1, POLICY)[:, :POLICY_DRAWS]
+        request = Request(index, tuple(uniforms(self._seed, epoch, index, view, GEOMETRY) for view in views), draws)
         self._decoder.submit(request)
         return request, weight
 
-    def _batch(self, epoch: int, request: Request, weight: NDArray[np.float32], decoded: Decoded) -> Batch:
+    def _batch(self, request: Request, weight: NDArray[np.float32], decoded: Decoded) -> Batch:
         labels = self.labels.labels[request.index].astype(np.int64)
         weight[labels == UNKNOWN] = 0
         weight[list(decoded.bad)] = 0
         labels[labels == UNKNOWN] = 0
-        first, *others = decoded.views
-        images2 = None
-        if self._strong is not None:
-            images2 = self._strong_view(epoch, request.index, others[0])
-        if self.recipe.grey:
-            first, images2 = first[:, :1], None if images2 is None else images2[:, :1]
+        views = [view[:, :1] for view in decoded.views] if self.recipe.grey else decoded.views
         self._samples += len(labels)
         return Batch(
-            first, torch.from_numpy(labels), torch.from_numpy(request.index), torch.from_numpy(weight), images2
+            views[0], torch.from_numpy(labels), torch.from_numpy(request.index), torch.from_numpy(weight), *views[1:]
         )
-
-    def _strong_view(self, epoch: int, index: Indices, pixels: torch.Tensor) -> torch.Tensor:
-        """The policy applied to the second view, normalised: (B, S, S, 3) bytes -> (B, 3, S, S)."""
-        assert self._strong is not None
-        draws = uniforms(self._seed, epoch, index, 1, POLICY)[:, :POLICY_DRAWS]
-        pixels = apply_policy(pixels, torch.from_numpy(draws), self._strong)
-        return self._normalize.tensor(pixels).permute(0, 3, 1, 2)
 
     def _count_bad(self, new: dict[int, BadSample], bad: dict[int, BadSample], allowed: int, epoch: int) -> None:
         """Log what is bad, and stop when it is too much."""

@@ -79,12 +79,32 @@ def test_damaged_pixels_are_an_image_error() -> None:
         decoded(bytes(png))
     webp = bytearray(encoded(picture(3), "WEBP"))
     webp[23:26] = b"\0\0\0"  # the start code of a key frame
-    with pytest.raises(ImageError, match="damaged WEBP"):
+    with pytest.raises(ImageError, match="damaged WebP"):
         decoded(bytes(webp))
     jpeg = encoded(picture(3))
     start = jpeg.index(b"\xff\xdb")  # a quantisation table of a length that cannot be
     with pytest.raises(ImageError, match="damaged JPEG"):
         decoded(jpeg[: start + 2] + b"\0\x10" + jpeg[start + 4 :])
+
+
+def mangled() -> bytes:
+    """A JPEG with its beginning and its end, and damage between."""
+    jpeg = bytearray(encoded(picture(3, 200, 160), quality=90))
+    for place in range(len(jpeg) // 4, len(jpeg) - 2, 37):
+        jpeg[place] ^= 0xFF
+    return bytes(jpeg)
+
+
+def test_a_jpeg_is_damaged_or_not_whichever_decoder_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ImageError, match="damaged JPEG"):
+        decoded(mangled())
+    jpeg = encoded(picture(3))
+    stray = jpeg[:2] + b"\xff\xfe\0\x06abcd" + jpeg[2:] + b"trailing bytes"
+    usual = decoded(stray)
+    monkeypatch.setattr(images, "_jpeg_decoder", lambda: None)
+    assert np.array_equal(decoded(stray), usual)
+    with pytest.raises(ImageError, match="damaged JPEG"):
+        decoded(mangled())
 
 
 sides = st.integers(1, 80)

@@ -17,7 +17,7 @@ from torch import Tensor
 from sopdist.data.augment.policy import Policy
 from sopdist.data.augment.recipes import RECIPES
 from sopdist.data.batch import Batch
-from sopdist.data.errors import DataError
+from sopdist.data.errors import DataError, ShardError
 from sopdist.data.labels import write_labels
 from sopdist.data.settings import DataSettings
 from sopdist.data.shards import Member
@@ -289,11 +289,22 @@ def test_past_the_allowed_share_the_run_stops_with_the_list(tmp_path: Path, back
         kept(stream.epoch(0))
 
 
-def test_a_shard_that_vanishes_is_unreadable_samples_with_its_name(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["shard-000002.tar", "shard-000002.idx"])
+def test_a_shard_that_is_missing_is_named_at_once(tmp_path: Path, name: str) -> None:
     write_split(tmp_path / "train", pictures(), per_shard=9)
-    (tmp_path / "train" / "shard-000002.tar").unlink()
-    with open_stream(tmp_path / "train") as stream, pytest.raises(TooManyBadSamplesError, match=r"shard-000002\.tar"):
-        kept(stream.epoch(0))
+    (tmp_path / "train" / name).unlink()
+    with pytest.raises(ShardError, match=f"missing or of the wrong size: {name}; copy them again"):
+        open_stream(tmp_path / "train")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_shard_that_vanishes_during_a_run_stops_it_and_blames_no_sample(tmp_path: Path, backend: str) -> None:
+    write_split(tmp_path / "train", pictures(), per_shard=9)
+    with open_stream(tmp_path / "train", backend, max_bad_fraction=1.0) as stream:
+        (tmp_path / "train" / "shard-000002.tar").unlink()
+        with pytest.raises(ShardError, match=r"shard-000002\.tar: cannot be read"):
+            kept(stream.epoch(0))
+        assert stream.stats().bad == 0
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -340,6 +351,8 @@ def test_batches_that_are_kept_do_not_change(folder: Path) -> None:
         ({"recipe": "imagenot"}, "no such recipe"),
         ({"labels": "clean"}, "no label set 'clean'; there is: given"),
         ({"backend": "gpu"}, "data.backend = 'gpu'"),
+        ({"device": 0}, "data.device = 0: needs backend dali"),
+        ({"backend": "dali", "device": 0}, "there are 0 GPUs"),
         ({"prefetch": 0}, "data.prefetch = 0"),
         ({"max_bad_fraction": 1.5}, "data.max_bad_fraction = 1.5"),
         ({"rank": 2, "world_size": 2}, "rank 2 of 2"),

@@ -4,21 +4,32 @@ from __future__ import annotations
 
 import torch
 
+from ..augment.policy import Policy
 from ..augment.recipes import Recipe
+from ..errors import DataError
 from ..settings import DataSettings
 from ..split import Split
 from .cpu import CpuDecoder
 from .request import Decoder
 
 
-def open_decoder(split: Split, recipe: Recipe, settings: DataSettings, batch: int, views: int) -> Decoder:
+def open_decoder(
+    split: Split, recipe: Recipe, strong: Policy | None, settings: DataSettings, *, batch: int, views: int
+) -> Decoder:
     """The decoder that `data.backend` and `data.device` ask for, for batches of at most `batch` samples."""
     backend = settings.backend
     if backend == "auto":
         backend = "dali" if torch.cuda.is_available() else "cpu"
+    if settings.device is not None and (backend != "dali" or settings.device >= torch.cuda.device_count()):
+        raise DataError(
+            f"data.device = {settings.device}: needs backend dali and that GPU; the backend is {backend}, "
+            f"and there are {torch.cuda.device_count()} GPUs"
+        )
     threads = settings.usable_threads()
     if backend == "cpu":
-        return CpuDecoder(split, recipe, threads, settings.max_pixels)
+        return CpuDecoder(split, recipe, strong, threads, settings.max_pixels)
     from .dali import DaliDecoder
 
-    return DaliDecoder(split, recipe, threads, settings.max_pixels, batch, views, settings.device)
+    return DaliDecoder(
+        split, recipe, strong, threads, settings.max_pixels, batch=batch, views=views, device=settings.device
+    )

@@ -3,45 +3,45 @@
 from __future__ import annotations
 
 from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from concurrent.futures import Future
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ..augment.policy import Policy
 from ..augment.recipes import Recipe
 from ..errors import ImageError
 from ..split import Split
 from .buffers import BufferPool
 from .images import decode_image
-from .pixels import Normalizer, Pixels, crop
+from .pixels import Normalizer, crop
 from .request import BadSample, Decoded, Encoded, Request, bad_sample, choose_boxes, read_sample
+from .strong import open_pool, strong_view
 
 _CHUNK = 8  # images a thread takes at a time: few enough to share a batch, enough to make NumPy calls worth it
 
 Bad = dict[int, BadSample]
+View = NDArray[np.float32]  # (B, size, size, 3)
 
 
 class CpuDecoder:
     """See `request.Decoder`."""
 
-    def __init__(self, split: Split, recipe: Recipe, threads: int, max_pixels: int) -> None:
+    def __init__(self, split: Split, recipe: Recipe, strong: Policy | None, threads: int, max_pixels: int) -> None:
         self._split = split
         self._recipe = recipe
+        self._strong = strong
         self._max_pixels = max_pixels
         self._normalize = Normalizer(recipe.mean, recipe.std)
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="sopdist-decode")
+        self._pool = open_pool(threads, "sopdist-decode")
         self._buffers = BufferPool()
-        self._pending: deque[tuple[list[NDArray[Any]], list[Future[Bad]]]] = deque()
+        self._pending: deque[tuple[list[View], list[Future[Bad]]]] = deque()
 
     def submit(self, request: Request) -> None:
         """Hand the batch to the threads, a few images each."""
         count, side = len(request.index), self._recipe.size
-        views: list[NDArray[Any]] = [
-            self._buffers.take((count, side, side, 3), np.float32 if view == 0 else np.uint8)
-            for view in range(request.views)
-        ]
+        views = [self._buffers.take((count, side, side, 3), np.float32) for _ in range(request.views)]
         chunks = [slice(start, min(start + _CHUNK, count)) for start in range(0, count, _CHUNK)]
         self._pending.append((views, [self._pool.submit(self._decode, request, chunk, views) for chunk in chunks]))
 
@@ -51,8 +51,7 @@ class CpuDecoder:
         bad: Bad = {}
         for future in futures:
             bad.update(future.result())
-        first, *others = (torch.from_numpy(view) for view in views)
-        return Decoded([first.permute(0, 3, 1, 2), *others], bad)  # (B, 3, S, S), channels last in memory
+        return Decoded([torch.from_numpy(view).permute(0, 3, 1, 2) for view in views], bad)
 
     def discard(self) -> None:
         """Cancel what has not begun; wait for the rest, which is short."""
@@ -70,10 +69,10 @@ class CpuDecoder:
         self._pool.shutdown()
 
     def held_bytes(self) -> int:
-        """Buffers of batches; encoded images are held one at a time by each thread."""
+        """Buffers of batches; encoded images are held a few at a time by each thread."""
         return self._buffers.held_bytes()
 
-    def _decode(self, request: Request, chunk: slice, views: list[NDArray[Any]]) -> Bad:
+    def _decode(self, request: Request, chunk: slice, views: list[View]) -> Bad:
         """Fill the chunk's part of each view; returns the bad samples."""
         bad: Bad = {}
         good: list[tuple[int, Encoded]] = []
@@ -87,24 +86,20 @@ class CpuDecoder:
         boxes = choose_boxes(
             self._recipe, [sample.header for _, sample in good], [numbers[places] for numbers in request.uniforms]
         )
-        scratch = np.empty((self._recipe.size, self._recipe.size, 3), np.uint8)
+        side = self._recipe.size
+        cut = np.zeros((len(views), chunk.stop - chunk.start, side, side, 3), np.uint8)
         for number, (place, sample) in enumerate(good):
             try:
                 pixels = decode_image(*sample)
             except ImageError as error:
                 bad[place] = bad_sample(self._split, int(request.index[place]), error)
                 continue
-            for view, (box, mirror) in zip(views, boxes, strict=True):
-                self._show(pixels, box[number], bool(mirror[number]), view[place], scratch)
+            for view, (box, mirror) in enumerate(boxes):
+                crop(pixels, box[number], bool(mirror[number]), cut[view, place - chunk.start])
+        self._normalize(cut[0], views[0][chunk])
+        if self._strong is not None and request.draws is not None:
+            strong_view(cut[1], request.draws[chunk], self._strong, self._normalize, views[1][chunk])
         for place in bad:
-            for view in views:
-                view[place] = 0
+            for target in views:
+                target[place] = 0
         return bad
-
-    def _show(self, pixels: Pixels, box: NDArray[np.int32], mirror: bool, to: NDArray[Any], scratch: Pixels) -> None:
-        """One picture of a sample: as bytes, or normalised by way of `scratch`."""
-        if to.dtype == np.uint8:
-            crop(pixels, box, mirror, to)
-        else:
-            crop(pixels, box, mirror, scratch)
-            self._normalize(scratch, to)

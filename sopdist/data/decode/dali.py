@@ -12,7 +12,7 @@ a sample never depends on its company.
 from __future__ import annotations
 
 from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..augment.policy import Policy, apply_policy
 from ..augment.recipes import Recipe
 from ..errors import ImageError
 from ..headers import ImageHeader
@@ -28,7 +29,9 @@ from ..split import Split
 from .buffers import BufferPool
 from .dali_pipeline import BLACK, Pipeline, build_pipeline, feed, ppm
 from .images import decode_image
+from .pixels import Normalizer
 from .request import BadSample, Decoded, Encoded, Request, bad_sample, choose_boxes, read_sample
+from .strong import open_pool, strong_view
 
 _CHUNK = 16  # samples a thread reads at a time
 _DEPTH = 2  # batches inside DALI at a time
@@ -49,11 +52,21 @@ class DaliDecoder:
     """See `request.Decoder`."""
 
     def __init__(
-        self, split: Split, recipe: Recipe, threads: int, max_pixels: int, batch: int, views: int, device: int | None
+        self,
+        split: Split,
+        recipe: Recipe,
+        strong: Policy | None,
+        threads: int,
+        max_pixels: int,
+        *,
+        batch: int,
+        views: int,
+        device: int | None,
     ) -> None:
-        self._split, self._recipe, self._max_pixels = split, recipe, max_pixels
+        self._split, self._recipe, self._strong, self._max_pixels = split, recipe, strong, max_pixels
         self._batch, self._views, self._threads, self._device = batch, views, threads, device
-        self._pool = ThreadPoolExecutor(min(4, threads), thread_name_prefix="sopdist-read")
+        self._normalize = Normalizer(recipe.mean, recipe.std)
+        self._pool = open_pool(threads, "sopdist-read")
         self._buffers = BufferPool()
         self._reading: deque[_Work] = deque()  # submitted, and not yet inside DALI
         self._running: deque[_Work] = deque()  # inside DALI
@@ -167,11 +180,24 @@ class DaliDecoder:
         return torch.from_numpy(buffer)
 
     def _decoded(self, work: _Work, views: list[Tensor]) -> Decoded:
+        if self._strong is not None and work.request.draws is not None:
+            views[1] = self._strengthen(views[1], work.request.draws)
         for place in work.bad:
             for view in views:
                 view[place] = 0
-        first, *others = views  # (B, S, S, 3) each
-        return Decoded([first.permute(0, 3, 1, 2), *others], work.bad)
+        return Decoded([view.permute(0, 3, 1, 2) for view in views], work.bad)  # (B, S, S, 3) -> (B, 3, S, S)
+
+    def _strengthen(self, pixels: Tensor, draws: NDArray[np.float64]) -> Tensor:
+        """Make the strong view out of bytes: where they are, on a GPU at once, on the CPU shared by the threads."""
+        assert self._strong is not None
+        if self._device is not None:
+            return self._normalize.tensor(apply_policy(pixels, torch.from_numpy(draws), self._strong))
+        view = self._buffers.take(tuple(pixels.shape), np.float32)
+        chunks = (slice(start, start + _CHUNK) for start in range(0, len(pixels), _CHUNK))
+        array, strong, normalize = pixels.numpy(), self._strong, self._normalize
+        for future in [self._pool.submit(strong_view, array[c], draws[c], strong, normalize, view[c]) for c in chunks]:
+            future.result()
+        return torch.from_numpy(view)
 
     def _recover(self) -> Decoded:
         """An image that DALI cannot decode: run everything again that was under way; see the module's docstring."""

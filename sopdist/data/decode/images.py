@@ -12,8 +12,10 @@ import numpy as np
 from PIL import Image
 
 from ..errors import ImageError
-from ..headers import JPEG, ImageHeader
+from ..headers import JPEG, PNG, WEBP, ImageHeader
 from .pixels import Pixels
+
+_NAMES = {JPEG: "JPEG", PNG: "PNG", WEBP: "WebP"}  # as Pillow calls them, but for case
 
 # EXIF orientation -> what undoes it. Arrays are (height, width, 3).
 _UPRIGHT: dict[int, Callable[[Pixels], Pixels]] = {
@@ -31,7 +33,9 @@ def decode_image(data: bytes, header: ImageHeader) -> Pixels:
     """Decode to (height, width, 3) bytes of RGB, upright. Grey and palette images become RGB, transparency is dropped,
     of an animation the first frame is taken, 16 bits become 8."""
     jpeg = _jpeg_decoder() if header.format == JPEG and header.plain else None
-    pixels = _decode_with_pillow(data, header) if jpeg is None else jpeg(data)
+    pixels = None if jpeg is None else jpeg(data)
+    if pixels is None:
+        pixels = _decode_with_pillow(data, header)
     if header.orientation in _UPRIGHT:
         pixels = _UPRIGHT[header.orientation](pixels)
     if pixels.shape != (header.height, header.width, 3):
@@ -42,20 +46,20 @@ def decode_image(data: bytes, header: ImageHeader) -> Pixels:
 
 
 @functools.cache
-def _jpeg_decoder() -> Callable[[bytes], Pixels] | None:
+def _jpeg_decoder() -> Callable[[bytes], Pixels | None] | None:
     """The fast way for JPEG, if simplejpeg is installed."""
     try:
         import simplejpeg
     except ImportError:
         return None
 
-    def decode(data: bytes) -> Pixels:
+    def decode(data: bytes) -> Pixels | None:
+        """None if anything is unusual: stray bytes, which are harmless, or damage. Pillow tells the two apart."""
         try:
-            # The exact options cost nothing and give Pillow's and DALI's bits. Not strict: stray bytes between
-            # segments, which many cameras write, are no reason to lose an image; cut-off ones were refused before.
-            pixels: Pixels = simplejpeg.decode_jpeg(data, "RGB", fastdct=False, fastupsample=False, strict=False)
-        except ValueError as error:
-            raise ImageError(f"damaged JPEG: {error}") from None
+            # The exact options cost nothing and give Pillow's and DALI's bits.
+            pixels: Pixels = simplejpeg.decode_jpeg(data, "RGB", fastdct=False, fastupsample=False, strict=True)
+        except ValueError:
+            return None
         return pixels
 
     return decode
@@ -63,10 +67,10 @@ def _jpeg_decoder() -> Callable[[bytes], Pixels] | None:
 
 def _decode_with_pillow(data: bytes, header: ImageHeader) -> Pixels:
     try:
-        image: Any = Image.open(io.BytesIO(data), formats=("JPEG", "PNG", "WEBP"))
+        image: Any = Image.open(io.BytesIO(data), formats=[name.upper() for name in _NAMES.values()])
         image.load()
         if image.mode.startswith("I"):  # 16 bits a pixel, which convert() would cut off at 255 instead of scaling
             return np.repeat((np.asarray(image) >> 8).astype(np.uint8)[..., None], 3, axis=2)
         return np.asarray(image.convert("RGB"))
     except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
-        raise ImageError(f"damaged {header.format.upper()}: {error}") from None
+        raise ImageError(f"damaged {_NAMES[header.format]}: {error}") from None

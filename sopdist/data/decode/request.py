@@ -22,6 +22,7 @@ class Request:
 
     index: NDArray[np.int64]  # (B,)
     uniforms: tuple[NDArray[np.float64], ...]  # (B, 8) for each view; none: the single view of an evaluation
+    draws: NDArray[np.float64] | None = None  # (B, POLICY_DRAWS): of the strong view, which is the second
 
     @property
     def views(self) -> int:
@@ -49,7 +50,7 @@ class Encoded(NamedTuple):
 class Decoded:
     """A decoded batch. The picture of a bad sample is all 0."""
 
-    views: list[Tensor]  # the first is float32 (B, 3, size, size), normalised; a second uint8 (B, size, size, 3)
+    views: list[Tensor]  # float32 (B, 3, size, size), normalised, channels last in memory
     bad: dict[int, BadSample]  # by position in the batch
 
 

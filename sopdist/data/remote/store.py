@@ -60,6 +60,7 @@ class RemoteStore:
         self._ready: dict[str, int] = {}  # expected and in the cache, with its hold
         self._busy: set[str] = set()  # some thread sees to it
         self._failed: set[str] = set()  # not tried again until somebody asks
+        self._damaged: dict[str, str] = {}  # shards that are wrong at their source, and the message
         self._workers: list[threading.Thread] = []
         self._sign: IO[bytes] | None = None
         self._hits, self._waited, self._warned = 0, 0.0, False
@@ -76,6 +77,9 @@ class RemoteStore:
                 self._keep(self._folder / MANIFEST, content)
                 self._manifest = manifest
             return self._manifest
+
+    def check(self, manifest: Manifest) -> None:
+        """Nothing: each shard is checked when it arrives."""
 
     def labels(self, manifest: Manifest, name: str) -> LabelSet:
         """Fetched, unless the cache has the version that the remote description names."""
@@ -299,7 +303,9 @@ class RemoteStore:
         return held
 
     def _receive(self, info: ShardInfo, file: io.FileIO) -> None:
-        """Download a tar; once more if it is damaged, or if the disk was full."""
+        """Download a tar; once more if it is damaged, or if the disk was full. If it stays damaged, that was all."""
+        if info.name in self._damaged:
+            raise StoreError(self._damaged[info.name])
         for again in (True, False):
             try:
                 actual = self._transfer.fetch(info.name, file, info.bytes)
@@ -317,10 +323,11 @@ class RemoteStore:
                 return
             if again:
                 log.warning("%s: has not the checksum of the manifest; once more", self._transfer.address(info.name))
-        raise DataError(
+        self._damaged[info.name] = (
             f"{self._transfer.address(info.name)}: SHA-256 is {actual}, the manifest says {info.sha256}; it was "
             "fetched twice, so the file there is damaged or not of this split: upload it again"
         )
+        raise StoreError(self._damaged[info.name])
 
     def _need_index(self, info: ShardInfo, path: Path) -> None:
         """Have the shard's index in the cache."""

@@ -12,7 +12,7 @@ import fsspec
 import numpy as np
 import pytest
 
-from sopdist.data.errors import DataError
+from sopdist.data.errors import DataError, StoreError
 from sopdist.data.labels import read_labels, write_labels
 from sopdist.data.manifest import shard_name
 from sopdist.data.remote import transfer
@@ -142,9 +142,13 @@ def test_a_checksum_that_stays_wrong_is_named_and_nothing_is_kept(server: Server
     assert server.requests[info.name] == 2
     assert not cached_tars(cache)
     assert not list(cache.glob("*/*.part"))
-    server.always.clear()  # repaired: the same store goes on
-    assert (store.folder_of(info) / info.name).exists()
+    with pytest.raises(StoreError, match="SHA-256"):
+        store.folder_of(info)
+    assert server.requests[info.name] == 2, "it is not fetched again and again"
     store.close()
+    server.always.clear()  # repaired: a new store goes on
+    with open_remote_closing(server.url, cache) as repaired:
+        assert (repaired.folder_of(info) / info.name).exists()
 
 
 @pytest.mark.parametrize(("status", "said"), [(404, "not found"), (403, "access denied"), (401, "access denied")])
