@@ -104,7 +104,7 @@ def parse_manifest(content: bytes, where: str) -> Manifest:
     """Check a manifest's content to the last field; `where` names it in errors."""
     try:
         fields = json.loads(content)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{where}: not JSON ({error}); prepare the split again") from None
     if not isinstance(fields, dict) or "format" not in fields:
         raise DataError(f"{where}: not a manifest of sopdist")
@@ -117,7 +117,7 @@ def parse_manifest(content: bytes, where: str) -> Manifest:
         manifest = Manifest(
             dataset=_text(fields, "dataset"),
             split=_text(fields, "split"),
-            classes=tuple(_text(dict(enumerate(fields["classes"])), k) for k in range(len(fields["classes"]))),
+            classes=_names(fields["classes"]),
             shards=tuple(_shard_info(shard) for shard in fields["shards"]),
         )
     except (KeyError, TypeError, ValueError) as error:
@@ -156,7 +156,13 @@ def _shard_info(fields: dict[str, Any]) -> ShardInfo:
     )  # fmt: skip
 
 
-def _text(fields: dict[Any, Any], key: Any) -> str:
+def _names(names: Any) -> tuple[str, ...]:
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise TypeError("classes is not a list of names")
+    return tuple(names)
+
+
+def _text(fields: dict[str, Any], key: str) -> str:
     if not isinstance(fields[key], str):
         raise TypeError(f"{key} is not text")
     return str(fields[key])
@@ -174,7 +180,7 @@ def _why_absent(folder: Path) -> str:
         return f"{folder}: no such folder"
     inside = sorted(child.parent.name for child in folder.glob(f"*/{MANIFEST}"))
     if inside:
-        return f"{folder}: holds several splits ({', '.join(inside)}); name one, e.g. {folder / inside[0]}"
+        return f"{folder}: not a split, but a folder of splits ({', '.join(inside)}); name one: {folder / inside[0]}"
     if any(folder.glob("shard-*.tar")):
         return f"{folder}: has shards but no {MANIFEST}: `sopdist prepare` was interrupted; run it again to go on"
     return f"{folder}: no {MANIFEST}; `sopdist prepare` writes one"

@@ -93,7 +93,7 @@ def training_plan(
     shifts = starts[order] + counts[order] - ends  # from a position in that line to the sample that stands there
 
     # 2. Shuffle each lane, and lay it down as a column: lanes differ by one sample at most.
-    lanes = max(1, min(lanes, len(order) // block))  # thinner ones would hardly be shuffled
+    lanes = _usable_lanes(len(order), lanes, block)
     turns = np.full((-(-samples // lanes), lanes), NO_SAMPLE, dtype=_dtype(samples))  # (longest lane, lanes)
     cuts = np.arange(lanes + 1) * samples // lanes
     for lane, (begin, end) in enumerate(itertools.pairwise(cuts)):
@@ -108,6 +108,15 @@ def training_plan(
     rows = _rows(line if subset is None else subset[line].astype(_dtype(firsts[-1])), global_batch)
     _sort_columns_by_lane(rows, lanes)
     return Plan(_spread_last(rows))
+
+
+def shards_in_use(shards: int, global_batch: int, columns: slice, lanes: int = LANES, block: int = BLOCK) -> int:
+    """How many shards a rank that owns `columns` reads from at a time: a block of each of its lanes, and one more."""
+    lanes = _usable_lanes(shards, lanes, block)
+    in_columns: set[int] = set()
+    for row in range(lanes // math.gcd(lanes, global_batch)):
+        in_columns.update(np.sort((row * global_batch + np.arange(global_batch)) % lanes)[columns].tolist())
+    return (len(in_columns) + 1) * block
 
 
 def evaluation_plan(samples: int, global_batch: int) -> Plan:
@@ -126,6 +135,11 @@ def balanced_subset(labels: NDArray[np.int32], classes: int, count: int, seed: i
     sizes = np.bincount(labels[order], minlength=classes)
     rank_in_class = np.arange(len(order)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
     return np.sort(order[rank_in_class < count // classes])
+
+
+def _usable_lanes(shards: int, lanes: int, block: int) -> int:
+    """Thinner lanes than a block would hardly be shuffled."""
+    return max(1, min(lanes, shards // block))
 
 
 def _lane_order(pieces: Indices, block: int, words: np.random.Philox) -> Indices:

@@ -100,7 +100,7 @@ def parse_index(text: str, where: str) -> ShardIndex:
         if len(row) != 8 or row[0] not in FORMATS or row[4] != _RECORD:
             raise DataError(f"{where}, line {number}: expected an image and its json")
     try:
-        numbers = np.array([(row[1], row[2], row[5], row[6]) for row in rows]).astype(np.int64)  # (samples, 4)
+        numbers = np.array([(row[1], row[2], row[5], row[6]) for row in rows]).astype(np.int64).reshape(-1, 4)
     except (ValueError, OverflowError):
         raise DataError(f"{where}: an offset or a size is not a number") from None
     return ShardIndex(
@@ -130,6 +130,13 @@ class Shard:
                 f"{self.path}: {size} bytes and {len(self.index.keys)} samples, the manifest says {info.bytes} and "
                 f"{info.samples}; copy the shard again, or run `sopdist verify {folder}` for the whole list"
             )
+        for offsets, sizes in (
+            (self.index.offsets, self.index.sizes),
+            (self.index.record_offsets, self.index.record_sizes),
+        ):
+            if ((offsets < 0) | (sizes < 0) | (offsets > size) | (sizes > size - offsets)).any():
+                self.close()
+                raise ShardError(f"{index_path}: points outside of {info.name}; run `sopdist verify {folder}`")
 
     def image(self, place: int) -> bytes:
         """The encoded image of the sample at `place`."""
@@ -153,8 +160,6 @@ class Shard:
         self.close()
 
     def _read(self, offset: int, size: int) -> bytes:
-        if offset < 0 or size < 0 or offset + size > self.info.bytes:
-            raise DataError(f"{self.path}: its index points outside of it; run `sopdist verify`")
         content = os.pread(self._file, size, offset)
         while len(content) < size:  # a single read is cut at 2 GiB, or by a signal
             more = os.pread(self._file, size - len(content), offset + len(content))

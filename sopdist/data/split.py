@@ -21,11 +21,10 @@ _MOST_OPEN = 64  # shards kept open: a file descriptor and some hundred kB of in
 class Split:
     """Reads samples by index. Threads may share it."""
 
-    def __init__(self, store: Store, most_open: int = _MOST_OPEN) -> None:
+    def __init__(self, store: Store) -> None:
         self.store = store
         self.manifest = store.manifest()
-        may_open, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        self._most_open = max(1, min(most_open, may_open // 4))  # the rest is for others
+        self.keep_open(_MOST_OPEN)
         self._open: OrderedDict[int, Shard] = OrderedDict()  # by use, the most recent last
         self._lock = threading.Lock()
 
@@ -39,6 +38,13 @@ class Split:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def keep_open(self, shards: int) -> None:
+        """Keep so many shards open, as far as this process may: for one that reads from all of them in turn."""
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if files != resource.RLIM_INFINITY:
+            shards = min(shards, max(files // 2, files - 256))  # the rest is for others
+        self._most_open = max(1, shards)
 
     def image(self, index: int) -> bytes:
         """The encoded image of a sample."""

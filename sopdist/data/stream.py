@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ from .decode.request import BadSample, Decoded, Request
 from .errors import DataError
 from .labels import UNKNOWN
 from .manifest import ShardInfo
-from .plan import NO_SAMPLE, Indices, Plan, balanced_subset, evaluation_plan, rank_columns, training_plan
+from .plan import NO_SAMPLE, Indices, Plan, balanced_subset, evaluation_plan, rank_columns, shards_in_use, training_plan
 from .remote.opening import open_store
 from .settings import DataSettings
 from .split import Split
@@ -70,6 +71,8 @@ class Stream:
         train: bool = True,
         strong: Policy | None = None,
     ) -> None:
+        if not 0 <= seed < 2**64:
+            raise DataError(f"seed = {seed}: must be from 0 to 2^64 - 1")
         self.settings = settings
         self.recipe = find_recipe(settings.recipe)
         self._columns = rank_columns(global_batch, rank, world_size)
@@ -78,7 +81,9 @@ class Stream:
         store = open_store(
             settings.root, Path(settings.cache) if settings.cache else None, settings.cache_bytes or None
         )
-        self.split = Split(store, most_open=self._most_open())
+        self.split = Split(store)
+        shards = len(self.split.manifest.shards)
+        self.split.keep_open(shards_in_use(shards, global_batch, self._columns, settings.lanes, settings.block))
         try:
             store.check(self.split.manifest)
             self.labels = self.split.labels(settings.labels)
@@ -89,6 +94,7 @@ class Stream:
         except BaseException:
             self.split.close()
             raise
+        weakref.finalize(self, store.close)  # at exit at the latest, and before the decoder's threads are waited for
         self._closed = False
         self._running: object | None = None  # the epoch under way
         self._samples = self._bad = 0
@@ -133,7 +139,7 @@ class Stream:
         self._decoder.discard()
         self._running = running = object()
         bad: dict[int, BadSample] = {}
-        allowed = int(self.settings.max_bad_fraction * np.count_nonzero(plan.rows[:, self._columns] != NO_SAMPLE))
+        allowed = int(self.settings.max_bad_fraction * np.count_nonzero(plan.rows != NO_SAMPLE))
         ahead: deque[tuple[Request, NDArray[np.float32]]] = deque()
         steps = iter(range(start, plan.steps))
         try:
@@ -162,13 +168,9 @@ class Stream:
     def close(self) -> None:
         """Stop all threads and close all files."""
         self._closed, self._running = True, None
+        self.split.store.close()  # first: threads may be waiting for a download
         self._decoder.close()
         self.split.close()
-
-    def _most_open(self) -> int:
-        """Shards that the plan has in use at a time for this rank: of its lanes, and of the next where they are cut."""
-        share = (self._columns.stop - self._columns.start) / self._global_batch
-        return (int(self.settings.lanes * share) + 2) * self.settings.block
 
     def _submit(self, epoch: int, row: Indices) -> tuple[Request, NDArray[np.float32]]:
         """Start decoding this rank's part of a row of the plan."""

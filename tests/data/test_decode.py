@@ -180,3 +180,8 @@ def test_buffers_of_shapes_no_longer_asked_for_are_given_back() -> None:
     for length in range(1, 20):
         pool.take((length,), np.uint8)
     assert pool.held_bytes() <= 17 + 18 + 19
+    held = [pool.take((100,), np.uint8) for _ in range(30)]
+    assert pool.held_bytes() >= 3000
+    del held
+    pool.take((100,), np.uint8)
+    assert pool.held_bytes() <= 300, "what many batches needed that were kept for a while"

@@ -11,7 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sopdist.data.errors import DataError
-from sopdist.data.plan import NO_SAMPLE, Indices, _lane_order, balanced_subset, evaluation_plan, training_plan
+from sopdist.data.plan import (
+    NO_SAMPLE,
+    Indices,
+    _lane_order,
+    balanced_subset,
+    evaluation_plan,
+    rank_columns,
+    shards_in_use,
+    training_plan,
+)
 
 shard_sizes = st.lists(st.integers(1, 30), min_size=1, max_size=25)
 batches = st.integers(1, 70)
@@ -168,3 +177,26 @@ def test_impossible_plans_are_refused() -> None:
         training_plan(firsts, 0, 0, 2, subset=np.array([], dtype=np.int64))
     with pytest.raises(DataError, match="balanced_per_epoch = 3"):
         balanced_subset(np.zeros(9, np.int32), 4, 3, 0, 0)
+
+
+@given(st.lists(st.integers(5, 30), min_size=4, max_size=60), st.integers(1, 40), st.integers(1, 6), lanes_, blocks)
+def test_shards_in_use_are_enough_to_read_each_shard_in_few_goes(
+    sizes: list[int], batch: int, world: int, lanes: int, block: int
+) -> None:
+    """With so many shards kept open, a rank opens a shard once for each time that a lane or the block comes to it."""
+    world = min(world, batch)
+    firsts = firsts_of(sizes)
+    plan = training_plan(firsts, 0, 0, batch, lanes=lanes, block=block)
+    for rank in range(world):
+        columns = rank_columns(batch, rank, world)
+        most = shards_in_use(len(sizes), batch, columns, lanes, block)
+        read = real(plan.rows[:, columns].reshape(-1))
+        opened, kept_open = 0, dict[int, None]()
+        for shard in (np.searchsorted(firsts, read, side="right") - 1).tolist():
+            opened += shard not in kept_open
+            kept_open.pop(shard, None)
+            kept_open[shard] = None
+            if len(kept_open) > most:
+                del kept_open[next(iter(kept_open))]
+        usable = max(1, min(lanes, len(sizes) // block))
+        assert opened <= 2 * len(sizes) + usable * (block + 1)

@@ -12,6 +12,7 @@ import webdataset as wds
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sopdist.data.errors import ShardError
 from sopdist.data.headers import FORMATS
 from sopdist.data.keys import key_of
 from sopdist.data.shards import Member, parse_index, scan_tar, write_shard
@@ -123,3 +124,18 @@ def test_reading_by_index_gives_image_record_key_and_place(folder: Path) -> None
             assert split.image(index) == member.image
             assert split.record(index) == member.record
             assert split.where(index) == f"shard-{index // 3:06d}.tar, key {member.key}, index {index}"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "v1.2 0\n", "v1.1 1\nx\n", "v1.2 1\njpg 0 1 a.jpg\n", "v1.2 1\njpg x 1 a.jpg json 0 1 a.json\n",
+        f"v1.2 1\njpg {2**62} {2**62} a.jpg json 0 1 a.json\n", f"v1.2 1\njpg 1 {2**63 - 1} a.jpg json 0 1 a.json\n",
+        "v1.2 1\njpg -5 1 a.jpg json 0 1 a.json\n", f"v1.2 1\njpg 0 {10**30} a.jpg json 0 1 a.json\n", "\xff\xfe",
+    ],
+)  # fmt: skip
+def test_a_damaged_index_is_named_when_the_shard_is_opened(tmp_path: Path, text: str) -> None:
+    write_split(tmp_path / "train", members()[:1])
+    (tmp_path / "train" / "shard-000000.idx").write_bytes(text.encode("latin-1"))
+    with open_split(tmp_path / "train") as split, pytest.raises(ShardError, match=r"shard-000000\.(idx|tar)"):
+        split.image(0)

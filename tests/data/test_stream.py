@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
 import threading
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +21,7 @@ from torch import Tensor
 from sopdist.data.augment.policy import Policy
 from sopdist.data.augment.recipes import RECIPES
 from sopdist.data.batch import Batch
+from sopdist.data.decode import dali
 from sopdist.data.errors import DataError, ShardError
 from sopdist.data.labels import write_labels
 from sopdist.data.settings import DataSettings
@@ -310,14 +315,16 @@ def test_a_shard_that_vanishes_during_a_run_stops_it_and_blames_no_sample(tmp_pa
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_leaving_an_epoch_early_or_closing_twice_leaves_no_thread(folder: Path, backend: str) -> None:
     before = threading.active_count()
+    with open_stream(folder, backend) as stream:
+        undisturbed = by_sample(kept(stream.epoch(2)))
     for _ in range(3):
         stream = open_stream(folder, backend)
         for epoch in range(2):
             for number, _ in enumerate(stream.epoch(epoch)):
                 if number == 1:
                     break
-        complete = kept(stream.epoch(2))
-        assert sorted(by_sample(complete)) == list(range(SAMPLES)), "an abandoned epoch leaves nothing in the next"
+        complete = by_sample(kept(stream.epoch(2)))
+        assert equal(complete, undisturbed), "an abandoned epoch leaves nothing in the next"
         stream.close()
         stream.close()
     gc.collect()
@@ -374,10 +381,10 @@ def test_an_epoch_does_not_start_after_its_end(folder: Path) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_new_epoch_ends_the_one_before_and_batches_are_never_mixed_up(folder: Path, backend: str) -> None:
     with open_stream(folder, backend) as stream:
+        expected = by_sample(kept(stream.epoch(1)))
         first = stream.epoch(0)
         next(first)
-        second = kept(stream.epoch(1))
-        assert sorted(by_sample(second)) == list(range(SAMPLES))
+        assert equal(by_sample(kept(stream.epoch(1))), expected)
         with pytest.raises(DataError, match="epoch 0 was left for another one"):
             next(first)
         third = stream.epoch(2)
@@ -390,7 +397,99 @@ def test_a_new_epoch_ends_the_one_before_and_batches_are_never_mixed_up(folder: 
 
 def test_a_folder_that_is_not_a_split_says_what_it_is(tmp_path: Path) -> None:
     write_split(tmp_path / "out" / "train", [sample(index) for index in range(4)])
-    with pytest.raises(DataError, match="holds several splits"):
+    with pytest.raises(DataError, match="a folder of splits"):
         open_stream(tmp_path / "out")
     with pytest.raises(DataError, match="no such folder"):
         open_stream(tmp_path / "nowhere")
+
+
+def test_the_allowed_share_is_of_the_epoch_whatever_the_number_of_ranks(tmp_path: Path) -> None:
+    members = [sample(index, image=b"" if 20 <= index < 24 else sample(index).image) for index in range(200)]
+    write_split(tmp_path / "train", members, per_shard=20)
+    for world_size in (1, 2, 4):
+        bad = 0
+        for rank in range(world_size):
+            options = {"rank": rank, "world_size": world_size, "max_bad_fraction": 0.02, "block": 1}
+            with open_stream(tmp_path / "train", recipe="cifar10", **options) as stream:
+                kept(stream.epoch(0))
+                bad += stream.stats().bad
+        assert bad == 4
+
+
+def test_what_dali_refused_once_costs_a_new_pipeline_only_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[object] = []
+    build = dali.build_pipeline
+
+    def counted(*args: Any) -> object:
+        built.append(args)
+        return build(*args)
+
+    monkeypatch.setattr(dali, "build_pipeline", counted)
+    write_split(tmp_path / "train", damaged(), per_shard=9)
+    with open_stream(tmp_path / "train", "dali", max_bad_fraction=0.2, max_pixels=10_000_000) as stream:
+        kept(stream.epoch(0))
+        after_one = len(built)
+        assert after_one > 1, "the PNG with a wrong checksum passes our look at its header"
+        kept(stream.epoch(1))
+        assert len(built) == after_one
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_interrupts_at_any_moment_leave_a_stream_that_goes_on_with_the_right_pictures(
+    folder: Path, backend: str
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with open_stream(folder, backend, "cifar10") as stream:
+        expected = by_sample(kept(stream.epoch(0)))
+        before = signal.signal(signal.SIGALRM, interrupt)
+        try:
+            for number in range(40):
+                signal.setitimer(signal.ITIMER_REAL, 0.0005 * (1 + number % 23))
+                with suppress(KeyboardInterrupt):
+                    for _ in stream.epoch(1):
+                        pass
+                    time.sleep(0.02)
+                signal.setitimer(signal.ITIMER_REAL, 0)
+                if number % 5 == 4:
+                    assert equal(by_sample(kept(stream.epoch(0))), expected), number
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+
+
+def test_a_stream_from_before_a_fork_says_so(folder: Path) -> None:
+    with open_stream(folder) as stream:
+        child = os.fork()
+        if child == 0:
+            try:
+                next(stream.epoch(0))
+            except DataError as error:
+                os._exit(7 if "before a fork" in str(error) else 8)
+            os._exit(9)
+        _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) == 7
+        assert sorted(by_sample(kept(stream.epoch(0)))) == list(range(SAMPLES)), "the parent's goes on"
+
+
+def test_torch_keeps_its_number_of_threads(folder: Path) -> None:
+    before = torch.get_num_threads()
+    found = []
+    try:
+        torch.set_num_threads(3)
+        with open_stream(folder, strong=Policy()) as stream:
+            kept(stream.epoch(0))
+            other = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+            other.start()
+            other.join()
+        assert torch.get_num_threads() == 3
+        assert found == [3], "and so do threads that start later"
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("seed", [-1, 2**64])
+def test_seeds_that_would_repeat_others_are_refused(folder: Path, seed: int) -> None:
+    with pytest.raises(DataError, match="seed = "):
+        open_stream(folder, seed=seed)

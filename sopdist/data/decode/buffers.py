@@ -17,21 +17,22 @@ from numpy.typing import DTypeLike, NDArray
 class BufferPool:
     """Arrays of a few shapes, for one thread to take from."""
 
-    def __init__(self, most_free: int = 8) -> None:
+    def __init__(self, most_free: int = 4) -> None:
         self._most_free = most_free
         self._buffers: list[NDArray[Any]] = []
 
     def take(self, shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
         """An array of arbitrary content that nobody else uses. It is free again when it is no longer referred to."""
         free = self._free_places()
-        for place in reversed(free):  # the one used last: its memory is likely still in the cache
+        if len(free) > self._most_free:  # a consumer let go of many batches, or asks for another shape
+            kept = set(range(len(self._buffers))) - set(free[: -self._most_free])
+            self._buffers = [self._buffers[place] for place in sorted(kept)]
+            free = self._free_places()
+        for place in reversed(free):  # the newest
             if self._buffers[place].shape == shape and self._buffers[place].dtype == dtype:
                 return self._buffers[place]
-        if len(free) >= self._most_free:  # of shapes that nobody asks for any more
-            self._buffers = [buffer for place, buffer in enumerate(self._buffers) if place not in free]
-        buffer = np.empty(shape, dtype)
-        self._buffers.append(buffer)
-        return buffer
+        self._buffers.append(np.empty(shape, dtype))
+        return self._buffers[-1]
 
     def held_bytes(self) -> int:
         """Bytes of all buffers, free or in use."""

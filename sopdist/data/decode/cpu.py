@@ -17,7 +17,8 @@ from .buffers import BufferPool
 from .images import decode_image
 from .pixels import Normalizer, crop
 from .request import BadSample, Decoded, Encoded, Request, bad_sample, choose_boxes, read_sample
-from .strong import open_pool, strong_view
+from .strong import strong_view
+from .workers import Workers
 
 _CHUNK = 8  # images a thread takes at a time: few enough to share a batch, enough to make NumPy calls worth it
 
@@ -34,7 +35,7 @@ class CpuDecoder:
         self._strong = strong
         self._max_pixels = max_pixels
         self._normalize = Normalizer(recipe.mean, recipe.std)
-        self._pool = open_pool(threads, "sopdist-decode")
+        self._workers = Workers(threads, "sopdist-decode")
         self._buffers = BufferPool()
         self._pending: deque[tuple[list[View], list[Future[Bad]]]] = deque()
 
@@ -43,7 +44,7 @@ class CpuDecoder:
         count, side = len(request.index), self._recipe.size
         views = [self._buffers.take((count, side, side, 3), np.float32) for _ in range(request.views)]
         chunks = [slice(start, min(start + _CHUNK, count)) for start in range(0, count, _CHUNK)]
-        self._pending.append((views, [self._pool.submit(self._decode, request, chunk, views) for chunk in chunks]))
+        self._pending.append((views, [self._workers.submit(self._decode, request, chunk, views) for chunk in chunks]))
 
     def collect(self) -> Decoded:
         """Wait for the oldest batch."""
@@ -54,19 +55,16 @@ class CpuDecoder:
         return Decoded([torch.from_numpy(view).permute(0, 3, 1, 2) for view in views], bad)
 
     def discard(self) -> None:
-        """Cancel what has not begun; wait for the rest, which is short."""
+        """Cancel what has not begun. What has goes on in buffers that nobody else gets before it ends."""
         for _, futures in self._pending:
             for future in futures:
                 future.cancel()
-        while self._pending:
-            for future in self._pending.popleft()[1]:
-                if not future.cancelled():
-                    future.exception()
+        self._pending.clear()
 
     def close(self) -> None:
         """Stop the threads."""
         self.discard()
-        self._pool.shutdown()
+        self._workers.close()
 
     def held_bytes(self) -> int:
         """Buffers of batches; encoded images are held a few at a time by each thread."""

@@ -12,7 +12,9 @@ a sample never depends on its company.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,7 +33,8 @@ from .dali_pipeline import BLACK, Pipeline, build_pipeline, feed, ppm
 from .images import decode_image
 from .pixels import Normalizer
 from .request import BadSample, Decoded, Encoded, Request, bad_sample, choose_boxes, read_sample
-from .strong import open_pool, strong_view
+from .strong import strong_view
+from .workers import Workers
 
 _CHUNK = 16  # samples a thread reads at a time
 _DEPTH = 2  # batches inside DALI at a time
@@ -66,7 +69,10 @@ class DaliDecoder:
         self._split, self._recipe, self._strong, self._max_pixels = split, recipe, strong, max_pixels
         self._batch, self._views, self._threads, self._device = batch, views, threads, device
         self._normalize = Normalizer(recipe.mean, recipe.std)
-        self._pool = open_pool(threads, "sopdist-read")
+        self._readers = Workers(threads, "sopdist-read")
+        self._strengtheners = None if strong is None or device is not None else Workers(threads, "sopdist-policy")
+        self._refused: set[int] = set()  # samples that DALI failed on, and gets as pixels from then on
+        self._in_order = True  # our queues agree with DALI's
         self._buffers = BufferPool()
         self._reading: deque[_Work] = deque()  # submitted, and not yet inside DALI
         self._running: deque[_Work] = deque()  # inside DALI
@@ -76,44 +82,61 @@ class DaliDecoder:
         """Start reading; DALI gets the batch when it is its turn."""
         count = len(request.index)
         chunks = [slice(start, min(start + _CHUNK, count)) for start in range(0, count, _CHUNK)]
-        self._reading.append(_Work(request, [self._pool.submit(self._read, request.index[chunk]) for chunk in chunks]))
-        self._feed_those_read()
+        reading = [self._readers.submit(self._read, request.index[chunk]) for chunk in chunks]
+        self._reading.append(_Work(request, reading))
+        with self._keeping_step():
+            self._feed_those_read()
 
     def collect(self) -> Decoded:
         """Wait for the oldest batch, and keep DALI busy."""
-        if not self._running:
-            self._feed(self._reading.popleft())
-        self._feed_those_read()
-        try:
-            outputs = self._outputs()
-        except RuntimeError:
-            return self._recover()
-        work = self._running.popleft()
-        self._feed_those_read()
-        return self._decoded(work, outputs)
+        with self._keeping_step():
+            if not self._running:
+                self._feed(self._reading.popleft())
+            self._feed_those_read()
+            try:
+                views = self._outputs()
+            except RuntimeError:
+                work, views = self._recover()
+            else:
+                work = self._running.popleft()
+            self._feed_those_read()
+        return self._decoded(work, views)
 
     def discard(self) -> None:
         """Forget all batches; those inside DALI have to be finished first."""
         while self._reading:
             for future in self._reading.popleft().reading:
                 future.cancel()
-        while self._running:
-            self._running.popleft()
-            try:
-                self._outputs()
-            except RuntimeError:
-                self._running.clear()
-                self._pipeline = self._build()
+        if self._in_order:
+            with suppress(RuntimeError), self._keeping_step():
+                while self._running:
+                    self._outputs()
+                    self._running.popleft()
+        if not self._in_order:
+            self._running.clear()
+            self._pipeline = self._build()
+            self._in_order = True
 
     def close(self) -> None:
         """Stop the threads, ours and DALI's."""
-        self.discard()
-        self._pool.shutdown()
-        self._pipeline = None
+        if self._pipeline is not None:
+            self.discard()
+            self._pipeline = None
+        for workers in (self._readers, self._strengtheners):
+            if workers is not None:
+                workers.close()
 
     def held_bytes(self) -> int:
         """Encoded batches inside DALI, and buffers of decoded ones."""
         return self._buffers.held_bytes() + sum(data.nbytes for work in self._running for data in work.encoded)
+
+    @contextmanager
+    def _keeping_step(self) -> Iterator[None]:
+        """Around all that moves DALI's queues and ours. If it is left by an interrupt, nobody knows what DALI holds:
+        then `discard` starts with a new pipeline, instead of handing out one batch's pictures as another's."""
+        in_order, self._in_order = self._in_order, False
+        yield  # without try and finally, on purpose
+        self._in_order = in_order
 
     def _build(self) -> Pipeline:
         return build_pipeline(self._recipe, self._batch, self._views, self._threads, _DEPTH, self._device)
@@ -127,7 +150,7 @@ class DaliDecoder:
 
     def _for_dali(self, index: int, sample: Encoded) -> Encoded | BadSample:
         """The sample in a form that every decoder agrees on."""
-        if sample.header.plain and sample.header.orientation == 1:
+        if sample.header.plain and sample.header.orientation == 1 and index not in self._refused:
             return sample
         return self._as_ppm(index, sample)
 
@@ -173,7 +196,9 @@ class DaliDecoder:
     def _copy(self, output: Any) -> Tensor:
         """DALI uses its memory again for the batch after next."""
         if self._device is not None:
-            return torch.from_dlpack(output).clone()
+            copy = torch.from_dlpack(output).clone()
+            torch.cuda.current_stream(self._device).synchronize()  # before DALI gets its memory back
+            return copy
         array = np.asarray(output)
         buffer = self._buffers.take(array.shape, array.dtype)
         np.copyto(buffer, array)
@@ -190,16 +215,18 @@ class DaliDecoder:
     def _strengthen(self, pixels: Tensor, draws: NDArray[np.float64]) -> Tensor:
         """Make the strong view out of bytes: where they are, on a GPU at once, on the CPU shared by the threads."""
         assert self._strong is not None
-        if self._device is not None:
+        if self._strengtheners is None:
             return self._normalize.tensor(apply_policy(pixels, torch.from_numpy(draws), self._strong))
         view = self._buffers.take(tuple(pixels.shape), np.float32)
         chunks = (slice(start, start + _CHUNK) for start in range(0, len(pixels), _CHUNK))
         array, strong, normalize = pixels.numpy(), self._strong, self._normalize
-        for future in [self._pool.submit(strong_view, array[c], draws[c], strong, normalize, view[c]) for c in chunks]:
+        for future in [
+            self._strengtheners.submit(strong_view, array[c], draws[c], strong, normalize, view[c]) for c in chunks
+        ]:
             future.result()
         return torch.from_numpy(view)
 
-    def _recover(self) -> Decoded:
+    def _recover(self) -> tuple[_Work, list[Tensor]]:
         """An image that DALI cannot decode: run everything again that was under way; see the module's docstring."""
         first, *others = self._running
         self._running.clear()
@@ -213,7 +240,7 @@ class DaliDecoder:
         for work in others:
             self._run(work)
             self._running.append(work)
-        return self._decoded(first, outputs)
+        return first, outputs
 
     def _one_by_one(self, work: _Work) -> list[Tensor]:
         """Each sample on its own; those that DALI cannot decode are decoded by us, or are bad."""
@@ -225,6 +252,7 @@ class DaliDecoder:
             except RuntimeError:
                 self._pipeline = self._build()
                 index = int(work.request.index[place])
+                self._refused.add(index)
                 sample = read_sample(self._split, index, self._max_pixels)
                 if isinstance(sample, Encoded):
                     sample = self._as_ppm(index, sample)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -12,7 +14,7 @@ from sopdist.data.batch import Batch
 from sopdist.data.errors import DataError, StoreError
 from sopdist.data.settings import DataSettings
 from sopdist.data.stream import Stream
-from tests.data.http_server import DROP, Server
+from tests.data.http_server import DROP, HANG, Server
 
 from .far import limit_for
 
@@ -63,3 +65,22 @@ def test_a_wrong_address_is_an_error_before_anything_starts(server: Server, cach
     with pytest.raises(DataError, match=r"manifest\.json"):
         batches(server.url + "/nowhere", cache)
     assert our_threads() == []
+
+
+def test_a_silent_server_keeps_neither_close_nor_the_end_of_the_process_waiting(server: Server, cache: Path) -> None:
+    for number in range(6):
+        server.always[f"shard-{number:06d}.tar"] = HANG
+    program = f"""
+import os, signal, threading
+from sopdist.data.settings import DataSettings
+from sopdist.data.stream import Stream
+stream = Stream(DataSettings({server.url!r}, "cifar10", backend="cpu", cache={str(cache)!r}), global_batch=4)
+batches = stream.epoch(0)
+threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+try:
+    next(batches)
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+    done = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, timeout=30)
+    assert (done.stdout, done.returncode) == ("interrupted\n", 0)
