@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from .augment.recipes import Recipe
 from .errors import DataError
 from .headers import MAX_PIXELS
 from .labels import GIVEN
@@ -19,7 +20,7 @@ class DataSettings:
     """Everything about reading a split that a user may choose. Names in errors are `data.NAME`."""
 
     root: str  # the split's folder, or a URL: https://, s3:// and whatever fsspec knows, or pipe:COMMAND with {} in it
-    recipe: str  # crop, flip and normalisation: a name of recipes.RECIPES
+    recipe: str | Recipe  # crop, flip and normalisation: a name of augment/recipes.py, or one of your own
     labels: str = GIVEN  # label set
     backend: Backend = "auto"  # decoder; auto: dali if there is a GPU, else cpu, which is faster on CPUs
     device: int | None = None  # number of the GPU that decodes (dali only); none: decode on the CPU

@@ -112,6 +112,16 @@ class Stream:
     ) -> None:
         self.close()
 
+    @property
+    def steps(self) -> int:
+        """Batches of an epoch, which is the same number for all epochs and ranks."""
+        samples = len(self.split)
+        if self._train and self.settings.balanced_per_epoch:
+            classes = len(self.split.manifest.classes)
+            counts = np.bincount(self.labels.labels[self.labels.labels != UNKNOWN], minlength=classes)
+            samples = int(np.minimum(counts, self.settings.balanced_per_epoch // classes).sum())
+        return -(-samples // self._global_batch)
+
     def plan(self, epoch: int) -> Plan:
         """Which samples all ranks see in an epoch, row by row."""
         if not self._train:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -98,3 +101,20 @@ def test_the_numbers_are_philox_words_of_the_documented_counter() -> None:
 def test_epochs_and_views_that_would_meet_others_are_refused(epoch: int, view: int) -> None:
     with pytest.raises(ValueError, match="out of range"):
         uniforms(0, epoch, np.arange(3), view)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"crop": "centre"}, "crop = 'centre'"),
+        ({"size": 0}, "size = 0"),
+        ({"std": (0.1, 0.0, 0.1)}, "std ="),
+        ({"resize": 100}, "resize = 100 must be at least size = 224"),
+        ({"area": (0.0, 1.0)}, "area ="),
+        ({"aspect": (2.0, 1.0)}, "aspect ="),
+    ],
+)
+def test_a_recipe_of_ones_own_is_checked(changes: dict[str, Any], message: str) -> None:
+    assert find_recipe(replace(RECIPES["imagenet"], size=64, resize=72)).size == 64
+    with pytest.raises(DataError, match=message):
+        replace(RECIPES["imagenet"], **changes)

@@ -214,6 +214,20 @@ def test_grey_recipes_have_one_channel(folder: Path) -> None:
     assert batch.images2.shape == (BATCH, 1, 28, 28)
 
 
+def test_the_number_of_steps_is_known_ahead(folder: Path) -> None:
+    for options in ({}, {"train": False}, {"balanced_per_epoch": 30}, {"balanced_per_epoch": 3000}):
+        with open_stream(folder, **options) as stream:
+            assert stream.steps == stream.plan(0).steps == len(kept(stream.epoch(1)))
+
+
+def test_a_recipe_of_ones_own_and_the_short_way_to_import(folder: Path) -> None:
+    from sopdist.data import DataSettings, Recipe, Stream
+
+    recipe = Recipe(48, "window", (0.5, 0.5, 0.5), (0.25, 0.25, 0.25), resize=56)
+    with Stream(DataSettings(str(folder), recipe), global_batch=8) as stream:
+        assert next(iter(stream.epoch(0))).images.shape == (8, 3, 48, 48)
+
+
 def test_balanced_epochs_take_the_same_number_of_each_class(folder: Path) -> None:
     with open_stream(folder, balanced_per_epoch=30) as stream:
         epochs = [by_sample(kept(stream.epoch(epoch))) for epoch in range(2)]

@@ -8,13 +8,18 @@ which either decoder cuts out and resizes to `size` x `size`. "Resize to 256, th
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import DataError
 
+Crop = Literal[
+    "shift",  # the whole image, moved by up to `padding` pixels
+    "window",  # a square at a random place
+    "area",  # a rectangle of random area, shape and place
+]
 Boxes = NDArray[np.int32]  # (B, 4): x, y, width, height
 Sides = NDArray[np.int64]  # (B,): widths or heights
 
@@ -26,7 +31,7 @@ class Recipe:
     """How a sample is shown to the network."""
 
     size: int  # side of the square that the network sees
-    crop: Literal["shift", "window", "area"]
+    crop: Crop
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
     flip: bool = True  # mirror half of the training images
@@ -35,6 +40,16 @@ class Recipe:
     area: tuple[float, float] = (0.08, 1.0)  # area: share of the image
     aspect: tuple[float, float] = (3 / 4, 4 / 3)  # area: width over height
     grey: bool = False  # one channel instead of three, for images that are grey
+
+    def __post_init__(self) -> None:
+        if self.crop not in get_args(Crop):
+            raise DataError(f"recipe: crop = {self.crop!r}; allowed is {', '.join(get_args(Crop))}")
+        if self.size < 1 or self.padding < 0 or min(self.std) <= 0:
+            raise DataError(f"recipe: size = {self.size}, padding = {self.padding}, std = {self.std}: too small")
+        if self.crop != "shift" and self.resize < self.size:
+            raise DataError(f"recipe: resize = {self.resize} must be at least size = {self.size}")
+        if not 0 < self.area[0] <= self.area[1] <= 1 or not 0 < self.aspect[0] <= self.aspect[1]:
+            raise DataError(f"recipe: area = {self.area}, aspect = {self.aspect}: must be ranges, area within (0, 1]")
 
     def training_boxes(
         self, width: Sides, height: Sides, uniforms: NDArray[np.float64]
@@ -77,11 +92,13 @@ class Recipe:
         return box_width, box_height
 
 
-def find_recipe(name: str) -> Recipe:
-    """A recipe by name."""
-    if name not in RECIPES:
-        raise DataError(f"data.recipe = {name!r}: no such recipe; there is {', '.join(RECIPES)}")
-    return RECIPES[name]
+def find_recipe(recipe: str | Recipe) -> Recipe:
+    """A recipe by name, or one of the user's own as it is."""
+    if isinstance(recipe, Recipe):
+        return recipe
+    if recipe not in RECIPES:
+        raise DataError(f"data.recipe = {recipe!r}: no such recipe; there is {', '.join(RECIPES)}")
+    return RECIPES[recipe]
 
 
 RECIPES = {
