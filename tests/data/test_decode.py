@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import struct
+import zlib
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ from sopdist.data.decode import images, pixels
 from sopdist.data.decode.buffers import BufferPool
 from sopdist.data.decode.images import decode_image
 from sopdist.data.decode.pixels import Normalizer, crop, crop_with_pillow
+from sopdist.data.decode.png import decode_png
 from sopdist.data.errors import ImageError
 from sopdist.data.headers import read_header
 from tests.data.pictures import encoded, picture
@@ -85,6 +88,41 @@ def test_damaged_pixels_are_an_image_error() -> None:
     start = jpeg.index(b"\xff\xdb")  # a quantisation table of a length that cannot be
     with pytest.raises(ImageError, match="damaged JPEG"):
         decoded(jpeg[: start + 2] + b"\0\x10" + jpeg[start + 4 :])
+
+
+@settings(max_examples=150)
+@given(st.integers(1, 40), st.integers(1, 40), st.sampled_from(["RGB", "L"]), st.integers(0, 4), st.integers(0, 99))
+def test_ordinary_pngs_are_decoded_to_pillow_s_pixels_whatever_their_filters(
+    width: int, height: int, mode: str, row_filter: int, seed: int
+) -> None:
+    """Written by hand, so that each of PNG's filters occurs, also mixed from row to row (4 and above)."""
+    channels = len(mode) if mode == "RGB" else 1
+    draw = np.random.default_rng(seed)
+    rows = b"".join(
+        bytes([row_filter if seed % 3 else int(draw.integers(5))]) + draw.bytes(width * channels) for _ in range(height)
+    )
+    header = struct.pack(">IIBBBBB", width, height, 8, 2 if mode == "RGB" else 0, 0, 0, 0)
+    packed = zlib.compress(rows)
+    parts = [(b"IHDR", header), (b"IDAT", packed[:7]), (b"IDAT", packed[7:]), (b"IEND", b"")]
+    png = b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body)) for kind, body in parts
+    )
+    found = decode_png(png)
+    assert found is not None
+    assert np.array_equal(found, np.asarray(Image.open(io.BytesIO(png)).convert("RGB")))
+
+
+def test_unusual_pngs_are_left_to_pillow() -> None:
+    image = picture(3, 20, 16)
+    assert decode_png(encoded(image.convert("P"), "PNG")) is None
+    assert decode_png(encoded(image.convert("RGBA"), "PNG")) is None
+    sound = encoded(image, "PNG")
+    assert decode_png(sound) is not None
+    for place in range(8, len(sound)):
+        damaged = bytearray(sound)
+        damaged[place] ^= 0x55
+        found = decode_png(bytes(damaged))
+        assert found is None or np.array_equal(found, np.asarray(image)), f"byte {place}: wrong pixels"
 
 
 def mangled() -> bytes:

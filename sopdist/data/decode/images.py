@@ -14,6 +14,7 @@ from PIL import Image
 from ..errors import ImageError
 from ..headers import JPEG, PNG, WEBP, ImageHeader
 from .pixels import Pixels
+from .png import decode_png
 
 _NAMES = {JPEG: "JPEG", PNG: "PNG", WEBP: "WebP"}  # as Pillow calls them, but for case
 
@@ -32,8 +33,7 @@ _UPRIGHT: dict[int, Callable[[Pixels], Pixels]] = {
 def decode_image(data: bytes, header: ImageHeader) -> Pixels:
     """Decode to (height, width, 3) bytes of RGB, upright. Grey and palette images become RGB, transparency is dropped,
     of an animation the first frame is taken, 16 bits become 8."""
-    jpeg = _jpeg_decoder() if header.format == JPEG and header.plain else None
-    pixels = None if jpeg is None else jpeg(data)
+    pixels = _decode_fast(data, header) if header.plain else None
     if pixels is None:
         pixels = _decode_with_pillow(data, header)
     if header.orientation in _UPRIGHT:
@@ -43,6 +43,14 @@ def decode_image(data: bytes, header: ImageHeader) -> Pixels:
             f"decoded to {pixels.shape[1]} x {pixels.shape[0]}, its header says {header.width} x {header.height}"
         )
     return np.ascontiguousarray(pixels)
+
+
+def _decode_fast(data: bytes, header: ImageHeader) -> Pixels | None:
+    """A way around Pillow, which gives the same pixels; None if there is none, or if anything is unusual."""
+    if header.format == JPEG:
+        jpeg = _jpeg_decoder()
+        return None if jpeg is None else jpeg(data)
+    return decode_png(data) if header.format == PNG else None
 
 
 @functools.cache

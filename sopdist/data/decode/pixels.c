@@ -221,3 +221,44 @@ void sopdist_normalize(const uint8_t *in, float *to, int64_t pixels, const float
         for (int j = 0; j < 24; j++) to[j] = ((float)in[j] - means[j]) * scales[j];
     for (int j = 0; j < 3 * (int)(pixels - i); j++) to[j] = ((float)in[j] - means[j]) * scales[j];
 }
+
+/* Undo PNG's filters: `raw` has for each row a byte that names the filter and `width * channels` bytes. Writes RGB; grey
+ * is repeated. Returns 0 if a filter is unknown. */
+int sopdist_unfilter(uint8_t *raw, int height, int width, int channels, uint8_t *to) {
+    size_t length = (size_t)width * channels, step = (size_t)channels;
+    const uint8_t *above = NULL;
+    for (int row = 0; row < height; row++, raw += length + 1) {
+        uint8_t *line = raw + 1;
+        switch (raw[0]) {
+        case 0:
+            break;
+        case 1: /* plus the pixel to the left */
+            for (size_t i = step; i < length; i++) line[i] += line[i - step];
+            break;
+        case 2: /* plus the pixel above */
+            for (size_t i = 0; above && i < length; i++) line[i] += above[i];
+            break;
+        case 3: /* plus the mean of both */
+            for (size_t i = 0; i < length; i++)
+                line[i] += ((i < step ? 0 : line[i - step]) + (above ? above[i] : 0)) / 2;
+            break;
+        case 4: /* plus that of left, above and above left which is nearest to left + above - above left */
+            for (size_t i = 0; i < length; i++) {
+                int left = i < step ? 0 : line[i - step], up = above ? above[i] : 0;
+                int corner = i < step || !above ? 0 : above[i - step];
+                int to_left = abs(up - corner), to_up = abs(left - corner), to_corner = abs(left + up - 2 * corner);
+                line[i] += to_left <= to_up && to_left <= to_corner ? left : to_up <= to_corner ? up : corner;
+            }
+            break;
+        default:
+            return 0;
+        }
+        above = line;
+        if (channels == 3)
+            memcpy(to, line, length);
+        else
+            for (size_t i = 0; i < length; i++) to[3 * i] = to[3 * i + 1] = to[3 * i + 2] = line[i];
+        to += 3 * (size_t)width;
+    }
+    return 1;
+}

@@ -28,6 +28,8 @@ def _library() -> ctypes.CDLL | None:
     library.sopdist_crop.restype = _INT
     library.sopdist_normalize.argtypes = [_P, _P, ctypes.c_int64, _P, _P]
     library.sopdist_normalize.restype = None
+    library.sopdist_unfilter.argtypes = [_P, _INT, _INT, _INT, _P]
+    library.sopdist_unfilter.restype = _INT
     return library
 
 
@@ -75,6 +77,18 @@ def _resize_axis(image: Image.Image, axis: int, side: int) -> Image.Image:
     if axis == 0:
         return wider.resize((image.width, side), Image.Resampling.BILINEAR, (0, margin, image.width, margin + length))
     return wider.resize((side, image.height), Image.Resampling.BILINEAR, (margin, 0, margin + length, image.height))
+
+
+def unfilter(raw: NDArray[np.uint8], height: int, width: int, channels: int) -> Pixels | None:
+    """Undo the filters of a PNG's rows, in place; RGB, or None if one is unknown, or without the C code."""
+    library = _library()
+    if library is None:
+        return None
+    if len(raw) != height * (1 + width * channels) or channels not in (1, 3) or not raw.flags.writeable:
+        raise ValueError(f"{len(raw)} bytes for {height} rows of {width} pixels in {channels} channels")
+    pixels = np.empty((height, width, 3), np.uint8)
+    known = library.sopdist_unfilter(raw.ctypes.data, height, width, channels, pixels.ctypes.data)
+    return pixels if known else None
 
 
 class Normalizer:
