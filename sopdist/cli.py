@@ -1,18 +1,24 @@
-"""`sopdist ...`: each subcommand is a thin call into the package."""
+"""`sopdist ...`: each subcommand is a thin call into the package, and is imported only if it is the one asked for."""
 
 from __future__ import annotations
 
 import argparse
+import errno
+import importlib
+import io
+import os
 import sys
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import NamedTuple, Protocol, cast
 
 from . import __version__
+from .data.commands.arguments import Commands, Parser
 from .data.errors import DataError
 
 
 class Command(Protocol):
-    """A module that is a subcommand."""
+    """A module that is a subcommand; its docstring is the help text."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Declare its options."""
@@ -21,53 +27,89 @@ class Command(Protocol):
         """Do its work; returns the exit code."""
 
 
+class Entry(NamedTuple):
+    """A command that can be asked for by name."""
+
+    place: str  # its module
+    summary: str  # a line for --help
+
+
+COMMANDS = {
+    "demo": Entry(".demo", "train with 40% of the labels redrawn, with and without SOP, and name the wrong ones"),
+    "prepare": Entry(".data.commands.prepare", "write a data set as shards"),
+    "verify": Entry(".data.commands.verify", "check the shards, indices and label sets of a split"),
+    "inspect": Entry(".data.commands.inspect", "look at a split: classes, sizes, a sheet of thumbnails"),
+    "labels": Entry(".data.commands.labels", "add, draw, list and compare label sets"),
+}
+BENCHES = {
+    "table": Entry(".bench.table", "cost and bytes of the noise table against N and K"),
+    "input": Entry(".bench.input", "images/s of the input pipeline, beside DALI's reader and stock webdataset"),
+    "kernels": Entry(".bench.kernels", "compile the CUDA kernels ahead of time: registers, spills (needs no GPU)"),
+}
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
+    for stream in (sys.stdout, sys.stderr):  # a class may be called anything, a terminal may know ASCII only
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
-        args = _parser().parse_args(argv)
-        code: int = args.run(args)
+        try:
+            args = _parser().parse_args(argv)
+            code: int = args.run(args)
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()  # here, where a full disk can still be told
     except DataError as error:
         print(f"sopdist: {error}", file=sys.stderr)
         code = 1
     except BrokenPipeError:  # e.g. `sopdist bench table | head`
-        sys.stderr.close()
+        _drop_output()
         code = 1
     except KeyboardInterrupt:
-        print("\nsopdist: interrupted", file=sys.stderr)
+        # In a terminal, ^C and perhaps a progress bar stand in the line.
+        print(("\n" if sys.stderr.isatty() else "") + "sopdist: interrupted", file=sys.stderr)
         code = 130
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        print(f"sopdist: cannot write: {error.strerror}", file=sys.stderr)
+        _drop_output()
+        code = 1
     return code
 
 
 def _parser() -> argparse.ArgumentParser:
-    from . import demo
-    from .bench import input as bench_input
-    from .bench import kernels as bench_kernels
-    from .bench import table as bench_table
-    from .data.commands import inspect, labels, prepare, verify
-
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="sopdist", description="Train image classifiers on wrong labels, and find out which labels are wrong."
     )
     parser.add_argument("--version", action="version", version=f"sopdist {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    _add(commands, demo, "demo", "train with 40% of the labels redrawn, with and without SOP, and name the wrong ones")
-    _add(commands, prepare, "prepare", "write a data set as shards")
-    _add(commands, verify, "verify", "check the shards, indices and label sets of a split")
-    _add(commands, inspect, "inspect", "look at a split: classes, sizes, a sheet of thumbnails")
-    _add(commands, labels, "labels", "add, draw, list and compare label sets")
-    bench = commands.add_parser("bench", help="measure sopdist against its peers, in one run")
-    benches = bench.add_subparsers(required=True, metavar="WHAT")
-    _add(benches, bench_table, "table", "cost and bytes of the noise table against N and K")
-    _add(benches, bench_input, "input", "images/s of the input pipeline, beside DALI's reader and stock webdataset")
-    _add(benches, bench_kernels, "kernels", "compile the CUDA kernels ahead of time: registers, spills (needs no GPU)")
+    commands = _add(parser, COMMANDS, "COMMAND")
+    commands.add("bench", "measure sopdist against its peers, in one run", lambda bench: _add(bench, BENCHES, "WHAT"))
     return parser
 
 
-def _add(commands: Any, module: Command, name: str, summary: str) -> None:
-    """Hang the module's command into the parser; its docstring is the help text."""
-    doc = (module.__doc__ or "").strip()
-    parser = commands.add_parser(
-        name, help=summary.replace("%", "%%"), description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    module.add_arguments(parser)
-    parser.set_defaults(run=module.run)
+def _add(parser: argparse.ArgumentParser, entries: Mapping[str, Entry], metavar: str) -> Commands:
+    commands = cast(Commands, parser.add_subparsers(required=True, metavar=metavar, action=Commands))
+    for name, entry in entries.items():
+        commands.add(name, entry.summary, _declaration(entry.place))
+    return commands
+
+
+def _declaration(place: str) -> Callable[[argparse.ArgumentParser], None]:
+    def declare(parser: argparse.ArgumentParser) -> None:
+        command = cast(Command, importlib.import_module(place, __package__))
+        parser.description = (command.__doc__ or "").strip()
+        command.add_arguments(parser)
+        parser.set_defaults(run=command.run)
+
+    return declare
+
+
+def _drop_output() -> None:
+    """What is still in the buffer cannot be written: not now, and not, with a traceback, when Python ends."""
+    with suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)

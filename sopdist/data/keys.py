@@ -20,8 +20,8 @@ _MAX_LENGTH = 1000
 def key_of(path: str, keep_extension: bool = False) -> str:
     """`images/a.b/c d.jpg` -> `images/a%2Eb/c%20d`; refuses absolute paths and `..`."""
     parts = path.split("/")
-    if path.startswith("/") or "\\" in path or any(part in ("", ".", "..") for part in parts) or "\0" in path:
-        raise DataError(f"{path!r}: not a plain relative path, so it cannot be a key (no leading /, no .., no \\)")
+    if any(part in ("", ".", "..") for part in parts) or "\0" in path:
+        raise DataError(f"{path!r}: not a plain relative path, so it cannot be a key (no leading /, no //, no ..)")
     stem = path if keep_extension else posixpath.splitext(path)[0]
     key = quote(os.fsencode(stem), safe="/").replace(".", "%2E")
     if len(key) > _MAX_LENGTH:

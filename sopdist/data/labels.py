@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..files import write_whole
+from ..files import write_together
 from .errors import DataError
 from .manifest import Manifest
 
@@ -59,11 +60,9 @@ def write_labels(folder: Path, manifest: Manifest, name: str, labels: NDArray[An
     }
     (folder / FOLDER).mkdir(exist_ok=True)
     array_path, about_path = _paths(folder, name)
-    # Two files cannot be replaced at once. The description goes away first, so that an interrupt in between leaves a
-    # set without one, which is refused, and never one that another description seems to explain.
-    about_path.unlink(missing_ok=True)
-    write_whole(array_path, buffer.getvalue())
-    write_whole(about_path, (json.dumps(about, indent=1) + "\n").encode())
+    # An interrupt leaves the old set, the new one, or one without a description, which is refused: never one that
+    # another description seems to explain.
+    write_together([(array_path, buffer.getvalue()), (about_path, (json.dumps(about, indent=1) + "\n").encode())])
     return LabelSet(name, labels, recipe, sha256)
 
 
@@ -76,7 +75,7 @@ def read_labels(folder: Path, manifest: Manifest, name: str) -> LabelSet:
         raise DataError(f"{folder}: no label set {name!r}; there is: {known}")
     try:
         about, content = json.loads(about_path.read_bytes()), array_path.read_bytes()
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DataError(
             f"{about_path}: label set {name!r} is incomplete or damaged ({error}); write it again"
         ) from None
@@ -91,13 +90,24 @@ def parse_labels(about: Any, content: bytes, manifest: Manifest, name: str, wher
     sha256 = hashlib.sha256(content).hexdigest()
     if about.get("sha256") != sha256:
         raise DataError(f"{where}: does not match the checksum in its .json; write the label set again")
-    try:
-        labels = np.load(io.BytesIO(content), allow_pickle=False)
-    except ValueError as error:
-        raise DataError(f"{where}: not a NumPy array of numbers ({error})") from None
+    labels = read_array(content, where)
     recipe = about.get("recipe")
     labels = check_labels(labels, manifest, where)
     return LabelSet(name, labels, recipe if isinstance(recipe, dict) else {}, sha256)
+
+
+def read_array(content: bytes, where: str) -> NDArray[Any]:
+    """A .npy file; the size that its header claims is checked before memory is taken for it."""
+    file = io.BytesIO(content)
+    try:
+        version = np.lib.format.read_magic(file)
+        read_header = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+        shape, _, dtype = read_header[version](file)
+        if dtype.hasobject or math.prod(shape) * dtype.itemsize != len(content) - file.tell():
+            raise ValueError(f"{dtype} of shape {shape} in {len(content)} bytes")
+        return np.load(io.BytesIO(content), allow_pickle=False)
+    except Exception as error:  # NumPy's parser of headers raises nearly anything
+        raise DataError(f"{where}: not a NumPy array of numbers ({error})") from None
 
 
 def list_labels(folder: Path) -> list[str]:

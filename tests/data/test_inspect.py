@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from sopdist.cli import main
+from sopdist.data.checking import contact_sheet
 from sopdist.data.checking.contact_sheet import Tile, decode_upright, draw_sheet
 from sopdist.data.checking.inspection import bytes_text, choose, histogram_text
 from sopdist.data.errors import ImageError
@@ -19,7 +20,7 @@ from sopdist.data.shards import Member
 from tests.data.pictures import encoded, picture
 from tests.data.small_splits import jpeg, sample, samples, write_split
 
-RED = (198, 40, 40)
+RED, BLUE = (198, 40, 40), (21, 101, 192)
 
 
 def turned(image: Image.Image, orientation: int) -> bytes:
@@ -182,11 +183,15 @@ def test_sizes_are_readable() -> None:
     [
         (["--labels", "truth"], 1, "no label set 'truth'"),
         (["--class", "newt"], 1, "--class: no class 'newt'"),
+        (["--class", "Dog"], 1, "--class: no class 'Dog'; did you mean 'dog'?"),
+        (["--index", "1,3"], 1, "--index 3: samples are 0 to 2"),
+        (["--index", "1,x"], 1, "--index 1,x: neither numbers"),
+        (["--index", "1", "--class", "dog"], 2, "--class does not go with --index"),
         (["--class", "dog", "--labels", "ones"], 1, "no sample has this label"),
         (["--sheet", "absent/s.png"], 1, "cannot be written"),
         (["--sheet", "s.jpg"], 2, "must end with .png"),
-        (["--count", "0"], 2, "must be from 1"),
-        (["--seed", "-1"], 2, "must not be negative"),
+        (["--count", "0"], 2, "not a whole number from 1 to 1000"),
+        (["--seed", "-1"], 2, "not a whole number from 0"),
     ],
 )
 def test_wishes_that_cannot_be_fulfilled(
@@ -200,9 +205,69 @@ def test_wishes_that_cannot_be_fulfilled(
         assert stop.value.code == 2
     else:
         assert main(["inspect", str(tmp_path), *options]) == 1
-    assert message in capsys.readouterr().err
+    out, err = capsys.readouterr()
+    assert message in err
+    assert not out or "cannot be written" in message  # known before anything is printed
 
 
 def test_a_class_without_a_name_in_latin_letters_is_drawn(tmp_path: Path) -> None:
     write_split(tmp_path, [Member("k", "jpg", jpeg(0), {"label": 0})], classes=("猫" * 30,))
     assert main(["inspect", str(tmp_path), "--sheet", str(tmp_path / "s.png")]) == 0
+
+
+def test_an_umlaut_is_drawn_or_becomes_its_letter(monkeypatch: pytest.MonkeyPatch) -> None:
+    def sheet(label: str) -> bytes:
+        return draw_sheet([Tile(0, jpeg(0), label)], "Größe \ud800")
+
+    if contact_sheet._system_font() is not None:
+        assert sheet("Bär") != sheet("Bar")
+    monkeypatch.setattr(contact_sheet, "_system_font", lambda: None)
+    assert sheet("Bär") == sheet("Bar")
+
+
+def test_labels_that_differ_from_their_base_are_marked_where_the_truth_is_not_known(tmp_path: Path) -> None:
+    manifest = write_split(tmp_path / "train", samples(3))
+    write_labels(tmp_path / "train", manifest, "noisy", np.array([0, 1, 1]), {"kind": "symmetric", "from": "given"})
+    path = tmp_path / "s.png"
+    frame = 4 * 129
+    for name, marked in (("given", 0), ("noisy", 1)):
+        assert main(["inspect", str(tmp_path / "train"), "--labels", name, "--sheet", str(path)]) == 0
+        assert marked * frame <= count(pixels(path), BLUE) < (marked + 1) * frame
+        assert count(pixels(path), RED) < frame
+
+
+@pytest.mark.parametrize("written", ["11,3,5", "list.npy", "list.txt"])
+def test_samples_that_are_named_are_listed_and_drawn_in_that_order(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], written: str
+) -> None:
+    write_split(tmp_path / "train")
+    np.save(tmp_path / "list.npy", [11, 3, 5])
+    (tmp_path / "list.txt").write_text("11\n3\n\n5\n")
+    where = written if "," in written else str(tmp_path / written)
+    assert main(["inspect", str(tmp_path / "train"), "--index", where, "--sheet", str(tmp_path / "s.png")]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    at = lines.index(["index", "label", "key", "path"])
+    assert lines[at + 1 : at + 4] == [
+        ["11", "2", "owl", "k/11", "k/11.jpg"],
+        ["3", "0", "cat", "k/3", "k/3.jpg"],
+        ["5", "2", "owl", "k/5", "k/5.jpg"],
+    ]
+    tiles = [Tile(index, jpeg(index % 5), label) for index, label in ((11, "2 owl"), (3, "0 cat"), (5, "2 owl"))]
+    assert (tmp_path / "s.png").read_bytes() == draw_sheet(tiles, "pets, train: 3 samples with label set given")
+
+
+def test_a_list_of_samples_with_a_mistake_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_split(tmp_path / "train")
+    for content, message in (
+        (np.array([1, 12]), "index 12, at place 1: samples are 0 to 11"),
+        (np.array([1.0]), "expected a list of integers"),
+        ("1\n12\n", "line 2: index '12': samples are 0 to 11"),
+        ("\n", "names no sample"),
+    ):
+        path = tmp_path / ("list.txt" if isinstance(content, str) else "list.npy")
+        if isinstance(content, str):
+            path.write_text(content)
+        else:
+            np.save(path, content)
+        assert main(["inspect", str(tmp_path / "train"), "--index", str(path)]) == 1
+        assert message in capsys.readouterr().err

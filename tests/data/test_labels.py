@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import csv
-import json
+import errno
+import io
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from sopdist.cli import main
+from sopdist.data.errors import DataError
 from sopdist.data.labelling.diff import compare_labels, diff_text
 from sopdist.data.labels import list_labels, read_labels, write_labels
 from sopdist.data.manifest import read_manifest
-from tests.data.small_splits import samples, write_split
+from tests.data.small_splits import sample, samples, write_split
 
 GIVEN = [index % 3 for index in range(12)]
 
@@ -75,6 +79,100 @@ def test_a_table_by_key_on_a_base(folder: Path) -> None:
     assert recipe(folder, "new")["base"] == "given"
 
 
+def test_a_table_by_path(folder: Path) -> None:
+    assert add(folder, "t.csv", "path,label\nk/7.jpg,cat\n") == 0
+    assert labels(folder, "new") == [-1] * 7 + [0] + [-1] * 4
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("a.npy", ["--base", "given"], "--base is of no use here"),
+        ("l.txt", ["--base", "given"], "--base is of no use here"),
+        ("a.npy", ["--as", "names"], "--as is of no use here"),
+    ],
+)
+def test_options_that_would_do_nothing_are_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str], name: str, options: list[str], message: str
+) -> None:
+    content = io.BytesIO()
+    np.save(content, np.zeros(12, int))
+    assert add(folder, name, content.getvalue() if name == "a.npy" else "0\n" * 12, *options) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_a_header_that_claims_too_much_costs_no_memory(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for header in (
+        b"{'descr': '<i8', 'fortran_order': False, 'shape': (100000000000000,), }",
+        b"{'descr': '<i8', 'fortran_order': False, 'shape': (" + b"(" * 50 + b"12,), }",
+    ):
+        content = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header + b"\0" * 96
+        assert add(folder, "a.npy", content) == 1
+        assert "a.npy: not a NumPy array of numbers" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("writes", [0, 1])
+def test_a_full_disk_costs_nothing(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, writes: int
+) -> None:
+    assert add(folder, "l.txt", "0\n" * 12) == 0
+    left = iter([True] * writes)
+
+    def fsync(_: int) -> None:
+        if not next(left, False):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(os, "fsync", fsync)
+        assert add(folder, "l.txt", "1\n" * 12, "--overwrite") == 1
+    assert "labels/new: cannot be written: No space left on device" in capsys.readouterr().err
+    assert labels(folder, "new") == [0] * 12
+    assert not list(folder.glob("labels/*.part"))
+
+
+@pytest.mark.parametrize("step", range(1, 4))
+def test_an_interrupted_replacement_is_never_explained_by_another_description(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    """The steps: the old description goes, the array comes, the new description comes."""
+    assert add(folder, "l.txt", "0\n" * 12) == 0
+    left = iter(range(step - 1))
+
+    def interrupting(method: Callable[..., object]) -> Callable[..., object]:
+        def act(path: Path, *args: object, **options: object) -> object:
+            if "part" in path.name and method is unlink:
+                return method(path, *args, **options)  # tidying up
+            if next(left, None) is None:
+                raise KeyboardInterrupt
+            return method(path, *args, **options)
+
+        return act
+
+    unlink = Path.unlink
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "unlink", interrupting(Path.unlink))
+        patched.setattr(Path, "replace", interrupting(Path.replace))
+        assert add(folder, "l.txt", "1\n" * 12, "--overwrite") == 130
+    if step == 1:
+        assert labels(folder, "new") == [0] * 12
+    else:
+        with pytest.raises(DataError, match="incomplete"):
+            labels(folder, "new")
+
+
+def test_a_set_that_cannot_be_removed_is_told_of(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unlink(path: Path, missing_ok: bool = False) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", str(path), missing_ok)
+
+    assert add(folder, "l.txt", "0\n" * 12) == 0
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "unlink", unlink)
+        assert main(["labels", "remove", str(folder), "new"]) == 1
+    assert "labels/new: cannot be written: Read-only file system" in capsys.readouterr().err
+
+
 def test_a_key_is_also_found_by_its_path(tmp_path: Path) -> None:
     members = samples(3)
     members[1] = members[1]._replace(key="a%2Eb/c%20d")
@@ -96,6 +194,13 @@ def test_a_key_is_also_found_by_its_path(tmp_path: Path) -> None:
         ("l.txt", "1\n1.0\n" * 6, "l.txt, line 2: no class '1.0'"),
         ("l.csv", "1\n1,2\n" * 6, "l.csv, line 2: 2 columns"),
         ("l.csv", "0,1\n1,2\n" * 6, "l.csv, line 1: several columns and no header"),
+        ("t.csv", "file,class\nk/1,1\n", "it has 'file', 'class', needed are label and one of index, key, path"),
+        ("t.txt", "file,class\nk/1,1\n", "it has 'file', 'class', needed are label and one of index, key, path"),
+        ("t.csv", "path;label\nk/1;1\n", "t.csv, line 1: columns must be separated by commas, not by ';'"),
+        ("t.txt", "path\tlabel\nk/1\t1\n", "t.txt, line 1: columns must be separated by commas, not by a tab"),
+        ("t.csv", "path,label\ndata/k/7.jpg,1\n", "relative to the --root of `sopdist prepare`; did you mean 'k/7'?"),
+        ("t.csv", "key,label\nK/x11,1\n", "no sample has the key 'K/x11'; keys and paths are relative to"),
+        ("l.txt", "1\nOWL\n" * 6, "l.txt, line 2: no class 'OWL'; did you mean 'owl'?"),
         ("l.csv", 'index,label\n0,"cat\n', "l.csv, line"),
         ("l.csv", "", "l.csv: empty"),
         ("l.csv", "1\n\udcff", ""),
@@ -265,6 +370,20 @@ def test_noise_that_cannot_be_drawn_is_refused(
     assert list_labels(folder) == ["given"]
 
 
+def test_a_matrix_whose_file_name_is_no_name_needs_one(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    np.save(folder.parent / "my matrix.npy", np.eye(3))
+    options = ["matrix", "--matrix", str(folder.parent / "my matrix.npy")]
+    assert noise(folder, *options) == 1
+    assert "--name gives it another" in capsys.readouterr().err
+    assert noise(folder, *options, "--name", "mine") == 0
+
+
+def test_one_class_has_no_next(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_split(tmp_path, [sample(0, record={"label": 0})], classes=("cat",))
+    assert noise(tmp_path, "pair", "--rate", "1", "--preset", "next") == 1
+    assert "needs at least two classes" in capsys.readouterr().err
+
+
 def test_a_bad_line_of_a_matrix_is_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = folder.parent / "m.txt"
     for content, message in (
@@ -291,6 +410,8 @@ def test_a_bad_line_of_a_matrix_is_named(folder: Path, capsys: pytest.CaptureFix
         (["asymmetric", "--rate", "1"], "asymmetric noise needs --pairs or --preset"),
         (["pair", "--rate", "1", "--pairs", "0:1", "--preset", "next"], "pair noise needs --pairs or --preset"),
         (["salt"], "invalid choice"),
+        (["symetric"], "did you mean 'symmetric'?"),
+        (["symmetric", "--rat", "1"], "unrecognized arguments: --rat"),
     ],
 )
 def test_options_that_do_not_fit_are_told_of(
@@ -328,8 +449,8 @@ def test_the_list_counts_what_is_wrong(folder: Path, capsys: pytest.CaptureFixtu
 def test_a_comparison_of_few_classes_is_a_matrix(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = np.array([0, 1, 2, 0, 1, 2, 2, 1, -1, 2, 2, -1])
     write_labels(folder, read_manifest(folder), "other", other, {})
-    files = [folder.parent / "d.csv", folder.parent / "d.json"]
-    assert main(["labels", "diff", str(folder), "given", "other", "--csv", str(files[0]), "--json", str(files[1])]) == 0
+    path = folder.parent / "d.csv"
+    assert main(["labels", "diff", str(folder), "given", "other", "--csv", str(path)]) == 0
     out = capsys.readouterr().out
     assert "given -> other: 3 of 10 labels differ (30.00%)" in out
     assert "2 samples are left out" in out
@@ -339,14 +460,11 @@ def test_a_comparison_of_few_classes_is_a_matrix(folder: Path, capsys: pytest.Ca
         ["1", "dog", ".", "3", "1", "4", "1", "25.0%"],
         ["2", "owl", ".", ".", "2", "2", "0", "0.0%"],
     ]
-    with files[0].open(newline="") as file:
+    with path.open(newline="") as file:
         transitions = [tuple(row.values()) for row in csv.DictReader(file)]
     assert ("0", "cat", "2", "owl", "2") in transitions
     assert len(transitions) == 5
-    whole = json.loads(files[1].read_text())
-    assert (whole["samples"], whole["compared"], whole["differ"], whole["unknown"]) == (12, 10, 3, 2)
-    assert whole["classes"][1] == {"class": 1, "name": "dog", "samples": 4, "differ": 1}
-    assert sum(row["count"] for row in whole["transitions"]) == 10
+    assert sum(int(row[-1]) for row in transitions) == 10
 
 
 def test_a_comparison_of_many_classes_names_the_heaviest_transitions() -> None:

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sopdist.cli import main
-from sopdist.data.sources.order import arrange, is_sorted_by_class, shuffle
+from sopdist.data.errors import DataError
+from sopdist.data.sources.order import arrange, hold_out, is_sorted_by_class, shuffle
 from sopdist.data.sources.source import SourceSplit
 from sopdist.data.split import open_split
 from tests.data.pictures import encoded, picture
@@ -77,3 +78,66 @@ def test_prepare_mixes_the_classes_of_an_image_folder_and_says_so(
     assert main([*command, "--out", str(tmp_path / "kept"), "--order", "source"]) == 0
     with open_split(tmp_path / "kept" / "train") as split:
         assert (np.diff(split.labels("given").labels) >= 0).all()
+
+
+@given(st.lists(st.integers(-1, 3), min_size=12, max_size=200), st.floats(0.1, 0.9))
+def test_what_is_held_out_is_a_share_of_each_class_and_the_rest_is_train(labels: list[int], share: float) -> None:
+    split = source(len(labels), np.array(labels))
+    train, val = hold_out(split, share)
+    assert (train.name, val.name) == ("train", "val")
+    assert sorted(train.paths + val.paths) == sorted(split.paths)
+    for label in set(labels):
+        there, held = labels.count(label), int((val.labels["given"] == label).sum())
+        assert held == pytest.approx(min(share * there, there - 1), abs=0.5)
+        assert held < there, "every class can be learned"
+    for part in (train, val):
+        numbers = [int(path.removesuffix(".jpg")) for path in part.paths]
+        assert numbers == sorted(numbers), "in the order of the source"
+        assert part.labels["given"].tolist() == [labels[number] for number in numbers]
+        assert part.labels["clean"].tolist() == [1 - labels[number] for number in numbers]
+        assert [part.read(place) for place in range(len(numbers))] == [str(number).encode() for number in numbers]
+    assert hold_out(split, share)[1].paths == val.paths
+
+
+def test_what_is_held_out_is_the_same_for_all_versions_and_does_not_follow_the_order() -> None:
+    split = source(1000, np.arange(1000) % 2)
+    val = hold_out(split, 0.01)[1]
+    assert val.paths == [f"{number}.jpg" for number in (60, 118, 130, 300, 356, 525, 543, 561, 699, 723)]
+    places = [shuffle(split).paths.index(path) for path in hold_out(split, 0.3)[1].paths]
+    assert 400 < np.mean(places) < 600
+    with pytest.raises(DataError, match=r"--val 0.0005: no class has enough images"):
+        hold_out(split, 0.0005)
+
+
+def test_val_is_held_out_on_demand_and_only_where_there_is_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number in range(40):
+        path = tmp_path / "in" / ("cat" if number < 20 else "dog") / f"{number}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(encoded(picture(number, 20, 20)))
+    command = ["prepare", "imagefolder", "--root", str(tmp_path / "in"), "--out", str(tmp_path / "out")]
+    assert main([*command, "--val", "0.25"]) == 0
+    seen = []
+    for name, count in (("train", 30), ("val", 10)):
+        with open_split(tmp_path / "out" / name) as split:
+            assert np.bincount(split.labels("given").labels).tolist() == [count // 2] * 2
+            seen += [split.record(index)["path"] for index in range(len(split))]
+            assert all(split.image(i) == (tmp_path / "in" / split.record(i)["path"]).read_bytes() for i in range(5))
+        assert json.loads((tmp_path / "out" / name / "source.json").read_text())["job"]["held out"] == 0.25
+    assert len(set(seen)) == 40
+    capsys.readouterr()
+    assert main([*command, "--val", "0.25", "--splits", "val"]) == 0
+    assert "already prepared" in capsys.readouterr().out
+    assert main([*command, "--val", "0.3"]) == 1
+    assert "held out (there 0.25, now 0.3)" in capsys.readouterr().err
+    for share in ("0", "1", "1.5"):
+        with pytest.raises(SystemExit):
+            main([*command, "--val", share])
+        assert "--val" in capsys.readouterr().err
+    (tmp_path / "both").mkdir()
+    for name in ("train", "val"):
+        (tmp_path / "both" / name).symlink_to(tmp_path / "in")
+    command[3] = str(tmp_path / "both")
+    assert main([*command, "--val", "0.25", "--splits", "train"]) == 1
+    assert "--val 0.25: the source has a split val already" in capsys.readouterr().err

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import re
 import struct
 import tarfile
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +18,7 @@ from PIL import Image
 
 from sopdist.cli import main
 from sopdist.data.manifest import read_manifest
+from sopdist.data.sources import imagefolder, lists
 from sopdist.data.split import open_split
 
 from .pictures import encoded, picture
@@ -199,6 +202,61 @@ def test_images_that_came_back_are_taken_after_all(tmp_path: Path) -> None:
     assert not (tmp_path / "out" / "train" / "skipped.txt").exists()
 
 
+def reader_that_fails(ill: str, reason: int) -> Callable[[Path, list[str]], Callable[[int], bytes]]:
+    """As lists.reader, but one of the images gives an error of the operating system."""
+
+    def reader(root: Path, paths: list[str]) -> Callable[[int], bytes]:
+        read = lists.reader(root, paths)
+
+        def fail(number: int) -> bytes:
+            if paths[number] == ill:
+                raise OSError(reason, os.strerror(reason), ill)
+            return read(number)
+
+        return fail
+
+    return reader
+
+
+@pytest.mark.parametrize("reason", [errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EMFILE, errno.ENOMEM])
+def test_a_trouble_that_may_pass_stops_the_run_and_costs_no_sample(
+    tmp_path: Path, reason: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = make_images(tmp_path / "in", count=20)
+    options = ["--samples-per-shard", "5", "--order", "source", "--workers", "1", "--max-bad", "1"]
+    ill = list(files)[12]
+    with monkeypatch.context() as patch:
+        patch.setattr(imagefolder, "reader", reader_that_fails(ill, reason))
+        assert prepare(tmp_path / "in", tmp_path / "out", *options) == 1
+    error = capsys.readouterr().err
+    assert f"{ill}: cannot be read: {os.strerror(reason)}" in error
+    assert "run the same command again" in error
+    assert len(list((tmp_path / "out" / "train").glob("*.done"))) >= 2
+    assert prepare(tmp_path / "in", tmp_path / "out", *options) == 0
+    assert prepare(tmp_path / "in", tmp_path / "fresh", *options) == 0
+    assert contents(tmp_path / "out") == contents(tmp_path / "fresh")
+    assert not (tmp_path / "out" / "train" / "skipped.txt").exists()
+
+
+@pytest.mark.parametrize("reason", [errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR])
+def test_a_trouble_of_the_image_alone_skips_it(tmp_path: Path, reason: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = make_images(tmp_path / "in")
+    ill = list(files)[3]
+    monkeypatch.setattr(imagefolder, "reader", reader_that_fails(ill, reason))
+    assert prepare(tmp_path / "in", tmp_path / "out", "--max-bad", "0.1") == 0
+    said = (tmp_path / "out" / "train" / "skipped.txt").read_text()
+    assert said == f"{ill}\tcannot be read: {os.strerror(reason)}\n"
+
+
+def test_a_backslash_in_a_name_is_no_obstacle(tmp_path: Path) -> None:
+    image = encoded(picture(0))
+    write_files(tmp_path / "in", {"a/x\\y.jpg": image, "b/1.jpg": image})
+    assert prepare(tmp_path / "in", tmp_path / "out") == 0
+    with open_split(tmp_path / "out" / "train") as split:
+        assert split.record(0)["path"] == "a/x\\y.jpg"
+        assert split.place_of(0)[0].index.keys[0] == "a/x%5Cy"
+
+
 def test_without_a_single_usable_image_there_is_no_split(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_files(tmp_path / "in", {"a/1.jpg": b"", "b/2.jpg": b""})
     assert prepare(tmp_path / "in", tmp_path / "out", "--max-bad", "1") == 1
@@ -240,10 +298,10 @@ def test_splits_can_be_chosen_and_a_summary_says_what_is_next(
 @pytest.mark.parametrize(
     ("option", "value", "says"),
     [
-        ("--resize", "0", "1 or more"),
-        ("--quality", "101", "1 to 100"),
+        ("--resize", "0", "from 1 up"),
+        ("--quality", "101", "from 1 to 100"),
         ("--samples-per-shard", "many", "not a whole number"),
-        ("--workers", "-1", "1 or more"),
+        ("--workers", "-1", "from 1 up"),
         ("--max-bad", "1.5", "from 0 to 1"),
         ("--max-bad", "nan", "from 0 to 1"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import signal
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from sopdist.data.errors import DataError
-from sopdist.data.labels import list_labels, write_labels
+from sopdist.data.labels import list_labels, read_labels, write_labels
 from sopdist.data.manifest import read_manifest
 from sopdist.data.prepare import job
 
@@ -147,6 +148,32 @@ def test_what_is_prepared_already_is_left_alone_with_the_label_sets_that_were_ad
     assert contents(folder) == before
 
 
+@pytest.mark.skipif(not can_mount(), reason="needs user namespaces to mount a file system")
+def test_what_is_prepared_already_may_lie_where_nothing_can_be_written(tmp_path: Path) -> None:
+    make_images(tmp_path / "in")
+    prepare_ = [sys.executable, "-m", "sopdist", "prepare", "imagefolder", "--root", "in", "--out", "out"]
+    assert prepare(tmp_path / "in", tmp_path / "out") == 0
+    script = 'mount --bind out out && mount -o remount,ro,bind out && "$@"'
+    command = ["unshare", "-rm", "sh", "-c", script, "sh", *prepare_]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert "already prepared" in result.stdout
+
+
+def test_to_find_it_prepared_already_deletes_nothing_that_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a file system that is read-only even the attempt is an error."""
+    make_images(tmp_path / "in")
+    assert prepare(tmp_path / "in", tmp_path / "out") == 0
+
+    def refuse(path: Path, missing_ok: bool = False) -> None:  # noqa: ARG001
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    assert prepare(tmp_path / "in", tmp_path / "out") == 0
+
+
 def test_another_job_is_refused_by_what_differs_unless_told_to_overwrite(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -171,6 +198,23 @@ def test_another_job_is_refused_by_what_differs_unless_told_to_overwrite(
     assert (folder / "notes.txt").read_text() == "mine"
     (folder / "notes.txt").unlink()
     assert prepare(tmp_path / "in", tmp_path / "through", "--samples-per-shard", "13") == 0
+    assert contents(tmp_path / "out") == contents(tmp_path / "through")
+
+
+def test_a_label_set_that_is_added_later_leaves_out_what_was_skipped(tmp_path: Path) -> None:
+    files = list(make_images(tmp_path / "in", count=20))
+    (tmp_path / "in" / files[7]).write_bytes(b"")
+    table = tmp_path / "in" / "labels.csv"
+    table.write_text("path,label\n" + "".join(f"{path},{number % 4}\n" for number, path in enumerate(files)))
+    options = ("--samples-per-shard", "3", "--max-bad", "0.1")
+    assert prepare(tmp_path / "in", tmp_path / "out", *options, source="csv") == 0
+    lines = "".join(f"{path},{number % 4},{number // 5}\n" for number, path in enumerate(files))
+    table.write_text(f"path,label,clean\n{lines}")
+    assert prepare(tmp_path / "in", tmp_path / "out", *options, source="csv") == 0
+    folder = tmp_path / "out" / "train"
+    clean = [number // 5 for number in range(20) if number != 7]
+    assert read_labels(folder, read_manifest(folder), "clean").labels.tolist() == clean
+    assert prepare(tmp_path / "in", tmp_path / "through", *options, source="csv") == 0
     assert contents(tmp_path / "out") == contents(tmp_path / "through")
 
 

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from sopdist.data.decode.images import decode_image
 from sopdist.data.errors import ImageError
-from sopdist.data.headers import FORMATS
+from sopdist.data.headers import FORMATS, MAX_PIXELS, read_header
 from sopdist.data.prepare.reencode import fit_for_shard, strict_pillow
 
 from .pictures import encoded, picture
@@ -84,6 +85,35 @@ def test_never_enlarged_never_flattened_to_nothing() -> None:
     assert converted.format == "jpg"
     assert shown(converted.content).size == (30, 20)
     assert shown(fit_for_shard(encoded(picture(0, 4000, 3)), short_side=2).content).size == (2667, 2)
+
+
+def test_a_photo_that_passes_as_it_is_also_passes_when_shrunk() -> None:
+    """110 megapixels: more than Pillow's own limit, less than ours."""
+    content = encoded(Image.new("L", (11_000, 10_000), 99))
+    assert fit_for_shard(content) == ("jpg", content)
+    assert shown(fit_for_shard(content, short_side=50).content).size == (55, 50)
+
+
+def test_the_limit_of_pillow_is_put_back() -> None:
+    before = Image.MAX_IMAGE_PIXELS
+    Image.MAX_IMAGE_PIXELS = 77
+    try:
+        with strict_pillow():
+            assert Image.MAX_IMAGE_PIXELS == MAX_PIXELS
+        assert Image.MAX_IMAGE_PIXELS == 77
+    finally:
+        Image.MAX_IMAGE_PIXELS = before
+
+
+def test_shrunk_and_decoded_in_training_follow_one_rule() -> None:
+    deep = (np.arange(4800, dtype=np.uint16) * 13).reshape(60, 80)
+    exif = Image.Exif()
+    for orientation in range(1, 9):
+        exif[ORIENTATION] = orientation
+        content = encoded(Image.fromarray(deep), "PNG", exif=exif)
+        trained = Image.fromarray(decode_image(content, read_header(content)))
+        shrunk = shown(fit_for_shard(content, short_side=59).content)
+        assert difference(shrunk, trained.resize(shrunk.size, Image.Resampling.BICUBIC)) < 2
 
 
 def test_quality_is_as_asked() -> None:
@@ -176,9 +206,9 @@ def test_of_an_animation_the_first_frame_is_taken() -> None:
         (encoded(WIDE, "BMP")[:-2000], "cannot be decoded"),
         (encoded(WIDE, "TIFF")[:-2000], "cannot be decoded"),
         (bomb(encoded(WIDE, "PNG"), 16, ">II", 100_000, 100_000), "100000 x 100000 pixels"),
-        (bomb(encoded(WIDE, "GIF"), 6, "<HH", 60_000, 60_000), "pixels that Pillow decodes"),
-        (bomb(encoded(WIDE, "GIF"), 6, "<HH", 12_000, 10_000), "pixels that Pillow decodes"),  # it would only warn
-        (bomb(encoded(WIDE, "BMP"), 18, "<ii", 50_000, 50_000), "pixels that Pillow decodes"),
+        (bomb(encoded(WIDE, "GIF"), 6, "<HH", 60_000, 60_000), "134,217,728 pixels allowed"),
+        (bomb(encoded(WIDE, "GIF"), 6, "<HH", 12_000, 12_000), "134,217,728 pixels allowed"),  # it would only warn
+        (bomb(encoded(WIDE, "BMP"), 18, "<ii", 50_000, 50_000), "134,217,728 pixels allowed"),
         (encoded(Image.fromarray(np.ones((30, 30), np.float32)), "TIFF"), "floating-point"),
     ],
     ids=[

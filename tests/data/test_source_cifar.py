@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,12 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image
 
+from sopdist.cli import main
 from sopdist.data.headers import read_header
+from sopdist.data.labels import list_labels, write_labels
+from sopdist.data.manifest import read_manifest
 from sopdist.data.sources.cifar import CIFAR10, CIFAR100, Cifar
+from sopdist.data.split import open_split
 
 from .test_source_unpickle import Hostile, python2_pickle, torch_file
 from .test_sources import complaint, find, write_tree
@@ -196,13 +201,10 @@ def human10() -> dict[str, NDArray[np.int64]]:
 
 
 @pytest.mark.parametrize("version", ["pickles", "binaries"])
-@pytest.mark.parametrize("legacy", [False, True])
-def test_human_labels_become_label_sets_of_train_with_their_measured_rate(
-    version: str, legacy: bool, tmp_path: Path
-) -> None:
+def test_human_labels_become_label_sets_of_train_with_their_measured_rate(version: str, tmp_path: Path) -> None:
     files = cifar10_pickles() if version == "pickles" else cifar10_binaries()
     human = human10()
-    root = write_tree(tmp_path, {**files, "CIFAR-10_human.pt": torch_file(human, legacy)})
+    root = write_tree(tmp_path, {**files, "CIFAR-10_human.pt": torch_file(human)})
     splits = find(CIFAR10, root, "--human", str(root / "CIFAR-10_human.pt"))
     sets = {
         "cifar10n-aggre": "aggre_label", "cifar10n-worst": "worse_label", "cifar10n-random1": "random_label1",
@@ -216,6 +218,78 @@ def test_human_labels_become_label_sets_of_train_with_their_measured_rate(
         assert train.origins[name] == about
     assert train.labels["given"].tolist() == LABELS10[:20]
     assert splits["test"].labels.keys() == {"given", "clean"}
+
+
+def test_what_only_the_other_split_needs_may_be_missing(tmp_path: Path) -> None:
+    root = write_tree(tmp_path, cifar10_binaries())
+    (root / "test_batch.bin").unlink()
+    assert list(find(CIFAR10, root, "--splits", "train")) == ["train"]
+
+
+def prepare(root: Path, *options: str) -> int:
+    return main(["prepare", "cifar10", "--root", str(root), "--out", str(root / "out"), *options])
+
+
+def test_label_sets_can_be_added_to_a_finished_split(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    human = human10()
+    root = write_tree(tmp_path, {**cifar10_pickles(), "h.pt": torch_file(human)})
+    train = root / "out" / "train"
+    assert prepare(root, "--samples-per-shard", "7") == 0
+    write_labels(train, read_manifest(train), "mine", np.zeros(20, np.int64), {"by": "me"})
+    before = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in train.rglob("*") if path.is_file()}
+
+    capsys.readouterr()
+    assert prepare(root, "--samples-per-shard", "7", "--human", str(root / "h.pt")) == 0
+    assert f"{train}: already prepared; label sets added: cifar10n-aggre, cifar10n-rand" in capsys.readouterr().out
+    after = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in before}
+    assert {path.name for path in before if after[path] != before[path]} == {"source.json"}
+    with open_split(train) as split:
+        added = split.labels("cifar10n-worst")
+        assert added.labels.tolist() == human["worse_label"].tolist()
+        assert added.recipe["key"] == "worse_label"
+
+    assert prepare(root, "--samples-per-shard", "7", "--human", str(root / "h.pt")) == 0
+    assert prepare(root, "--samples-per-shard", "7") == 0, "fewer are there already"
+    assert "label sets added" not in capsys.readouterr().out
+    assert prepare(root, "--samples-per-shard", "7", "--human", str(root / "h.pt")) == 0
+    shutil.copytree(root / "out", root / "one")
+    (root / "one" / "train" / "labels" / "mine.npy").unlink()
+    (root / "one" / "train" / "labels" / "mine.json").unlink()
+    at_once = ["prepare", "cifar10", "--root", str(root), "--out", str(root / "two"), "--samples-per-shard", "7"]
+    assert main([*at_once, "--human", str(root / "h.pt")]) == 0
+    for path in (root / "two").rglob("*"):
+        if path.is_file():
+            assert path.read_bytes() == (root / "one" / path.relative_to(root / "two")).read_bytes(), path
+    assert len(list((root / "one").rglob("*"))) == len(list((root / "two").rglob("*")))
+
+    write_tree(root, {"h.pt": torch_file({**human, "worse_label": human["clean_label"]})})
+    assert prepare(root, "--samples-per-shard", "7", "--human", str(root / "h.pt")) == 1
+    assert "was prepared differently: labels" in capsys.readouterr().err, "sets that both have must be the same"
+
+
+def test_label_sets_of_others_are_never_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = write_tree(tmp_path, {**cifar10_pickles(), "h.pt": torch_file(human10())})
+    train = root / "out" / "train"
+    assert prepare(root) == 0
+    source = (train / "source.json").read_bytes()
+    write_labels(train, read_manifest(train), "cifar10n-worst", np.zeros(20, np.int64), {"by": "me"})
+    assert prepare(root, "--human", str(root / "h.pt")) == 1
+    error = capsys.readouterr().err
+    assert "has a label set 'cifar10n-worst' of another origin, with other labels; rename or remove" in error
+    assert list_labels(train) == ["cifar10n-worst", "clean", "given"], "nothing is half done"
+    assert (train / "source.json").read_bytes() == source
+    for suffix in ("npy", "json"):
+        (train / "labels" / f"cifar10n-worst.{suffix}").unlink()
+    for array in (np.zeros(20, np.int32), human10()["worse_label"][:19]):  # put there by hand, without description
+        np.save(train / "labels" / "cifar10n-worst.npy", array)
+        assert prepare(root, "--human", str(root / "h.pt")) == 1
+    np.save(train / "labels" / "cifar10n-worst.npy", human10()["worse_label"])  # as an interrupt leaves it
+    write_labels(train, read_manifest(train), "cifar10n-aggre", human10()["aggre_label"], {"by": "me"})
+    assert prepare(root, "--human", str(root / "h.pt")) == 0
+    assert len(list_labels(train)) == 7
+    with open_split(train) as split:
+        assert split.labels("cifar10n-worst").recipe["source"] == "cifar-n"
+        assert split.labels("cifar10n-aggre").recipe == {"by": "me"}, "the same labels stay whose they are"
 
 
 def test_coarse_labels_of_cifar100n_are_skipped_with_a_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -106,6 +106,25 @@ def test_missing_lists_are_all_named_and_where_they_were_looked_for(tree: Path) 
     assert f"missing: noisy_label_kv.txt, clean_val_key_list.txt; looked in {tree}, {tree / 'annotations'}" in said
 
 
+def test_what_only_other_splits_need_may_be_missing(tree: Path) -> None:
+    whole = find(clothing1m, tree)
+    for name in ("clean_train", "clean_val", "clean_test"):
+        (tree / f"{name}_key_list.txt").unlink()
+    train = find(clothing1m, tree, "--splits", "train")
+    assert list(train) == ["train"]
+    assert train["train"].labels["clean"].tolist() == whole["train"].labels["clean"].tolist()
+    write_tree(tree, lists())
+    for name in ("noisy_label_kv.txt", "noisy_train_key_list.txt", "clean_train_key_list.txt"):
+        (tree / name).unlink()
+    clean = find(clothing1m, tree, "--splits", "test,val")
+    assert list(clean) == ["val", "test"]
+    for name, split in clean.items():
+        assert split.paths == whole[name].paths
+        assert split.labels["given"].tolist() == whole[name].labels["given"].tolist()
+    (tree / "clean_label_kv.txt").unlink()
+    assert "missing: clean_label_kv.txt;" in complaint(clothing1m, tree, "--splits", "test")
+
+
 def test_the_copy_with_split_folders_is_told_what_it_lacks(tmp_path: Path) -> None:
     folders = ("noisy_train", "clean_train", "val", "test")
     write_tree(tmp_path, {f"{name}/q0003/1,2.jpg": jpeg(1) for name in folders})

@@ -164,6 +164,18 @@ def test_a_wrong_line_of_the_ground_truth_is_named(
     assert message in complaint(ilsvrc12, root, "--synsets", synsets)
 
 
+@pytest.mark.parametrize("file", ["ILSVRC2012_validation_ground_truth.txt", "val.txt"])
+def test_a_list_that_is_cut_short_is_not_a_smaller_set(file: str, meta: bytes, synsets: str, tmp_path: Path) -> None:
+    root = write_tree(tmp_path / "imagenet", {**flat("val/"), **(kit(meta, "") if file[0] == "I" else {})})
+    lines = (val_list() if file[0] == "v" else (root / file).read_text()).splitlines(keepends=True)
+    write_tree(root, {file: "".join(lines[:90])})
+    said = complaint(ilsvrc12, root, "--synsets", synsets)
+    assert f"{file}: says the classes of 90 images, but {root / 'val'} has 120, and 30 of them are not listed" in said
+    assert "ILSVRC2012_val_00000091.JPEG" in said
+    write_tree(root, {file: "".join(lines)})
+    check(root, synsets)
+
+
 def test_a_kit_of_another_data_set_is_refused(meta: bytes, synsets: str, tmp_path: Path) -> None:
     root = write_tree(tmp_path / "imagenet", {**flat("val/"), **kit(meta, "")})
     Path(synsets).write_text("n00000001 nothing\n" + "\n".join(SYNSETS))

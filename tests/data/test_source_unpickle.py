@@ -106,11 +106,15 @@ def test_layouts_of_arrays_survive(array: NDArray[Any], protocol: int) -> None:
     assert np.array_equal(result, array)
 
 
-@pytest.mark.parametrize("legacy", [False, True])
-def test_arrays_that_torch_saved(legacy: bool) -> None:
-    fields = load_torch(torch_file({"clean_label": LABELS, "noisy_label": PIXELS}, legacy), "file")
+def test_arrays_that_torch_saved() -> None:
+    fields = load_torch(torch_file({"clean_label": LABELS, "noisy_label": PIXELS}), "file")
     assert np.array_equal(fields["clean_label"], LABELS)
     assert np.array_equal(fields["noisy_label"], PIXELS)
+
+
+def test_a_file_of_an_old_torch_is_told_what_to_do() -> None:
+    with pytest.raises(DataError, match=r"^file: not a file of torch\.save.*before 1\.6.*save it with a later one"):
+        load_torch(torch_file({"clean_label": LABELS}, legacy=True), "file")
 
 
 class Hostile:
@@ -135,10 +139,9 @@ def test_a_hostile_pickle_is_refused_and_not_executed(protocol: int, tmp_path: P
     assert marker.exists()
 
 
-@pytest.mark.parametrize("legacy", [False, True])
-def test_a_hostile_torch_file_is_refused_and_not_executed(legacy: bool, tmp_path: Path) -> None:
+def test_a_hostile_torch_file_is_refused_and_not_executed(tmp_path: Path) -> None:
     marker = tmp_path / "executed"
-    content = torch_file({"clean_label": LABELS, "x": Hostile(os.system, f"touch {marker}")}, legacy)
+    content = torch_file({"clean_label": LABELS, "x": Hostile(os.system, f"touch {marker}")})
     with pytest.raises(DataError, match=r"asks for posix\.system"):
         load_torch(content, "file")
     assert not marker.exists()
@@ -197,11 +200,10 @@ def test_a_file_cut_short_anywhere_is_a_data_error() -> None:
     for length in range(len(content)):
         with pytest.raises(DataError, match=r"^file: "):
             load_pickle(content[:length], "file")
-    for legacy in (False, True):
-        content = torch_file({"clean_label": LABELS}, legacy)
-        for length in range(0, len(content) - 64, 7):
-            with pytest.raises(DataError, match=r"^file: "):
-                load_torch(content[:length], "file")
+    content = torch_file({"clean_label": LABELS})
+    for length in range(0, len(content) - 64, 7):
+        with pytest.raises(DataError, match=r"^file: "):
+            load_torch(content[:length], "file")
 
 
 @pytest.mark.parametrize("value", [[1, 2], 5, {1: 2}, {("a",): 1}])
@@ -211,10 +213,8 @@ def test_what_is_not_a_dictionary_of_names_is_refused(value: Any) -> None:
 
 
 def test_tensors_and_other_zips_are_told_apart() -> None:
-    for legacy in (False, True):
-        content = torch_file({"clean_label": torch.zeros(3)}, legacy)
-        with pytest.raises(DataError, match=r"holds tensors|asks for torch"):
-            load_torch(content, "file")
+    with pytest.raises(DataError, match=r"holds tensors|asks for torch"):
+        load_torch(torch_file({"clean_label": torch.zeros(3)}), "file")
     with pytest.raises(DataError, match=r"not a file of torch\.save"):
         load_torch(pickle.dumps({"clean_label": [1]}), "file")
     buffer = io.BytesIO()

@@ -109,6 +109,17 @@ def test_a_missing_image_folder_is_named(folder: str, tree: Path) -> None:
     assert f"{tree / folder}: no such folder" in complaint(webvision, tree)
 
 
+def test_what_only_other_splits_need_may_be_missing(tree: Path) -> None:
+    (tree / "val_images_256").rename(tree / "elsewhere")
+    (tree / "info" / "val_filelist.txt").unlink()
+    assert list(find(webvision, tree, "--splits", "train")) == ["train"]
+    (tree / "elsewhere").rename(tree / "val_images_256")
+    (tree / "google").rename(tree / "away")
+    write_tree(tree, {"info/val_filelist.txt": labelled(VAL)})
+    assert list(find(webvision, tree, "--splits", "val")) == ["val"]
+    assert "no split 'test'; there is train, val" in complaint(webvision, tree, "--splits", "val,test")
+
+
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import argparse
 import io
+import os
+import socket
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
-from sopdist.data.errors import DataError
+from sopdist.data.errors import DataError, ImageError
 from sopdist.data.headers import read_header
 from sopdist.data.keys import keys_of
 from sopdist.data.labels import GIVEN, check_name
 from sopdist.data.sources import clothing1m, ilsvrc12, webvision
 from sopdist.data.sources.cifar import CIFAR10, CIFAR100
-from sopdist.data.sources.lists import numbered_lines, read_labelled, read_names, read_paths
+from sopdist.data.sources.lists import numbered_lines, read_labelled, read_names, read_paths, reader
 from sopdist.data.sources.source import Source, SourceSplit
 
 SOURCES: dict[str, Source] = {
@@ -47,6 +49,7 @@ def find(source: Source, root: Path, *options: str) -> dict[str, SourceSplit]:
     """Run the source as `sopdist prepare` does, and check what must hold for any split."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--root")
+    parser.add_argument("--splits")
     source.add_arguments(parser)
     splits = {split.name: split for split in source.find_splits(parser.parse_args(["--root", str(root), *options]))}
     for split in splits.values():
@@ -110,6 +113,9 @@ def test_lists_keep_odd_file_names_and_ignore_what_editors_add(tmp_path: Path) -
         ("a.jpg 0\nb.jpg 0\na.jpg 1\n", "line 3: 'a.jpg' is a duplicate"),
         ("a.jpg 0\n../b.jpg 0\n", "line 2: '../b.jpg' leads out of the data set"),
         ("/etc/a.jpg 0\n", "line 1: '/etc/a.jpg' leads out of the data set"),
+        ("b/a.jpg 0\nb//./a.jpg 0\n", "line 2: 'b/a.jpg' is a duplicate"),
+        ("a.jpg 0\nb/ 0\n", "line 2: 'b/' is not the path of a file"),
+        (". 0\n", "line 1: '.' is not the path of a file"),
         ("\n", "list.txt: has no entries"),
     ],
 )
@@ -120,6 +126,38 @@ def test_a_wrong_line_is_named_with_its_file_and_number(content: str, message: s
         read_labelled(path, 2)
     assert str(path) in str(caught.value)
     assert message in str(caught.value)
+
+
+def test_paths_in_lists_are_made_plain_so_that_they_can_be_keys(tmp_path: Path) -> None:
+    path = tmp_path / "list.txt"
+    path.write_text("google//x.jpg 0\n./a./b.jpg 1\n")
+    assert list(read_labelled(path, 2)) == ["google/x.jpg", "a./b.jpg"]
+    assert keys_of(list(read_labelled(path, 2))) == ["google/x", "a%2E/b"]
+    path.write_text("google//x.jpg\n")
+    assert read_paths(path) == {"google/x.jpg": 1}
+
+
+def test_a_backslash_is_a_character_like_others() -> None:
+    assert keys_of(["a/b\\c.jpg", "a/b/c.jpg"]) == ["a/b%5Cc", "a/b/c"]
+
+
+def test_what_is_not_a_plain_file_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    os.mkfifo(tmp_path / "pipe.jpg")
+    (tmp_path / "device.jpg").symlink_to("/dev/zero")
+    (tmp_path / "folder.jpg").mkdir()
+    (tmp_path / "large.jpg").touch()
+    os.truncate(tmp_path / "large.jpg", (1 << 30) + 1)
+    monkeypatch.chdir(tmp_path)  # the name of a socket must be short
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind("socket.jpg")
+        read = reader(tmp_path, ["pipe.jpg", "device.jpg", "folder.jpg", "socket.jpg", "large.jpg", "none.jpg"])
+        for number in range(4):
+            with pytest.raises(ImageError, match="not a plain file"):
+                read(number)
+    with pytest.raises(ImageError, match="1,073,741,825 bytes, more than"):
+        read(4)
+    with pytest.raises(FileNotFoundError):
+        read(5)
 
 
 def test_a_path_twice_in_a_key_list_is_named_with_its_line(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import gzip
 import io
 import os
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +33,7 @@ def find(source: str, root: Path | None, *options: str, out: Path = Path("nowher
     module = load_source(source)
     module.add_arguments(parser)
     args = parser.parse_args(options)
-    args.root, args.out = root, out
+    args.root, args.out, args.splits = root, out, None
     return {split.name: split for split in module.find_splits(args)}
 
 
@@ -164,7 +165,7 @@ def test_missing_idx_files_are_all_named(tmp_path: Path, monkeypatch: pytest.Mon
     write_fashion(tmp_path)
     (tmp_path / "t10k-images-idx3-ubyte.gz").unlink()
     (tmp_path / "t10k-labels-idx1-ubyte.gz").unlink()
-    with pytest.raises(DataError, match=r"missing: t10k-images-idx3-ubyte.gz, t10k-labels-idx1-ubyte.gz$"):
+    with pytest.raises(DataError, match=r"missing: t10k-images-idx3-ubyte, t10k-labels-idx1-ubyte; looked in"):
         find("fashion-mnist", tmp_path)
     monkeypatch.setattr(fashion_mnist, "_DEBIAN", tmp_path / "none")
     with pytest.raises(DataError, match=r"--root.*dataset-fashion-mnist"):
@@ -246,8 +247,34 @@ def test_links_are_followed_once_and_loops_end(tmp_path: Path) -> None:
     (tmp_path / "elsewhere" / "again").symlink_to("more")
     os.mkfifo(tmp_path / "in" / "a" / "pipe.jpg")  # reading it would wait forever
     paths = find("imagefolder", tmp_path / "in")["train"].paths
-    assert paths == ["a/3.jpg", "a/round.jpg", "b/1.jpg", "b/again/2.jpg"]
+    assert paths == ["a/3.jpg", "a/round.jpg", "b/1.jpg", "b/more/2.jpg"]
     assert imagefolder.__doc__
+
+
+def test_a_link_into_another_class_does_not_change_the_class_of_what_is_there(tmp_path: Path) -> None:
+    write_images(tmp_path, "a/1.jpg", "b/2.jpg", "b/sub/3.jpg", "c/4.jpg")
+    (tmp_path / "a" / "tob").symlink_to("../b")
+    (tmp_path / "a" / "tosub").symlink_to("../b/sub")
+    (tmp_path / "b" / "toc").symlink_to("../c")
+    (split,) = find("imagefolder", tmp_path).values()
+    assert split.paths == ["a/1.jpg", "b/2.jpg", "b/sub/3.jpg", "c/4.jpg"]
+    assert split.labels[GIVEN].tolist() == [0, 1, 1, 2]
+    (tmp_path / "d").symlink_to("b")
+    with pytest.raises(DataError, match="d: is a link to the folder of another class"):
+        find("imagefolder", tmp_path)
+
+
+def test_many_classes_are_compared_in_no_time(tmp_path: Path) -> None:
+    class Counted(list[str]):
+        passes = 0
+
+        def __iter__(self) -> Iterator[str]:
+            Counted.passes += 1
+            return super().__iter__()
+
+    names = Counted(map(str, range(100)))
+    imagefolder._check_classes(tmp_path, names, tmp_path, names)
+    assert Counted.passes < 10
 
 
 # -- a table -----------------------------------------------------------------------------------------------------------
@@ -291,15 +318,74 @@ def test_labels_are_numbers_or_names_or_lines_of_a_list(tmp_path: Path) -> None:
     assert split.labels[GIVEN].tolist() == [3, 0, 1]
 
 
-def test_paths_in_a_table_may_be_any_bytes_and_may_be_links(tmp_path: Path) -> None:
+def test_names_that_are_numbers_are_refused_until_it_is_said_what_is_meant(tmp_path: Path) -> None:
+    write_table(tmp_path, "path,label,clean\na.jpg,0,2\nb.jpg,1,-1\nc.jpg,2,2\n")
+    names = tmp_path / "names.txt"
+    names.write_text("1\n2\n3\n")
+    with pytest.raises(DataError, match=r"labels.csv, line 2: '2' is ambiguous|line 3: '1' is ambiguous.*--as"):
+        find("csv", tmp_path, "--classes", str(names))
+    (split,) = find("csv", tmp_path, "--classes", str(names), "--as", "numbers").values()
+    assert (split.labels[GIVEN].tolist(), split.labels[CLEAN].tolist()) == ([0, 1, 2], [2, -1, 2])
+    with pytest.raises(DataError, match=r"line 2: no class '0'"):
+        find("csv", tmp_path, "--classes", str(names), "--as", "names")
+    write_table(tmp_path, "path,label\na.jpg,1\nb.jpg,3\n")
+    (split,) = find("csv", tmp_path, "--classes", str(names), "--as", "names").values()
+    assert split.labels[GIVEN].tolist() == [0, 2]
+
+
+def test_numbers_stay_numbers_whatever_is_unknown_or_has_leading_zeros(tmp_path: Path) -> None:
+    write_table(tmp_path, "path,label\n" + "".join(f"{n}.jpg,{label}\n" for n, label in enumerate((10, 9, -1, 2))))
+    (split,) = find("csv", tmp_path).values()
+    assert split.classes == tuple(map(str, range(11)))
+    assert split.labels[GIVEN].tolist() == [10, 9, -1, 2]
+    write_table(tmp_path, "path,label\na.jpg,00\nb.jpg,01\nc.jpg,10\nd.jpg,1\n")
+    assert find("csv", tmp_path)["train"].labels[GIVEN].tolist() == [0, 1, 10, 1]
+    write_table(tmp_path, "path,label\na.jpg,cat\nb.jpg,-1\n")
+    (split,) = find("csv", tmp_path).values()
+    assert (split.classes, split.labels[GIVEN].tolist()) == (("cat",), [0, -1])
+
+
+@pytest.mark.parametrize("odd", ["nan", "n/a", "1.0", "-2", "cat"])
+def test_a_label_that_is_no_number_among_numbers_is_named(tmp_path: Path, odd: str) -> None:
+    write_table(tmp_path, f"path,label\na.jpg,3\nb.jpg,10\nc.jpg,{odd}\nd.jpg,2\n")
+    says = f"labels.csv, line 4: label '{odd}' is not a whole number from 0 on, others are, such as '3' in line 2"
+    with pytest.raises(DataError, match=says):
+        find("csv", tmp_path)
+    with pytest.raises(DataError, match=f"line 4: label '{odd}' is not the number of a class"):
+        find("csv", tmp_path, "--as", "numbers")
+    (split,) = find("csv", tmp_path, "--as", "names").values()
+    assert split.classes == tuple(sorted(("3", "10", odd, "2")))
+    write_table(tmp_path, "path,label\na.jpg,0.0\nb.jpg,1.0\n")  # as pandas writes integers
+    with pytest.raises(DataError, match=r"line 2: label '0.0' is not a whole number from 0 on; write"):
+        find("csv", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"path,label\na.jpg,cat\ncaf\xe9.jpg,dog\n", r"line 3: not UTF-8 \(byte 0xe9\).*iconv -f WINDOWS-1252"),
+        (b"\xef\xbb\xbfpath,label\na.jpg,\xe9\n", r"line 2: not UTF-8 \(byte 0xe9\)"),
+        ("path,label\na.jpg,cat\n".encode("utf-16"), r"line 1: not UTF-8.*iconv -f UTF-16 -t UTF-8"),
+        (b"path;label\na.jpg;cat\n", "line 1: columns path;label.*separated by commas.*semicolons"),
+        (b"path\tlabel\na.jpg\tcat\n", "line 1: columns .*separated by commas.*tabs"),
+    ],
+)
+def test_a_table_as_a_spreadsheet_may_write_it_is_told_what_to_change(
+    tmp_path: Path, content: bytes, says: str
+) -> None:
+    with pytest.raises(DataError, match=says):
+        find("csv", write_table(tmp_path, content))
+
+
+def test_paths_in_a_table_may_be_in_any_script_and_may_be_links(tmp_path: Path) -> None:
     write_images(tmp_path / "far", "1.jpg")
-    root = write_table(tmp_path / "in", b"path,label\ncaf\xe9.jpg,a\nlink.jpg,b\n")
-    (root / os.fsdecode(b"caf\xe9.jpg")).write_bytes(JPEG)
+    root = write_table(tmp_path / "in", "path,label\ncafé.jpg,a\nlink.jpg,b\n")
+    (root / "café.jpg").write_bytes(JPEG)
     (root / "link.jpg").symlink_to(tmp_path / "far" / "1.jpg")
     assert main(["prepare", "csv", "--root", str(root), "--out", str(tmp_path / "out")]) == 0
     with open_split(tmp_path / "out" / "train") as split:
         assert [split.record(i) for i in range(2)] == [
-            {"label": 0, "path": "caf%E9.jpg"},
+            {"label": 0, "path": "café.jpg"},
             {"label": 1, "path": "link.jpg"},
         ]
         assert split.image(0) == split.image(1) == JPEG
@@ -323,18 +409,15 @@ def test_paths_in_a_table_may_be_any_bytes_and_may_be_links(tmp_path: Path) -> N
         ("path,label\nx/../../a.jpg,1\n", "line 2: .* not a plain relative path"),
         ("path,label\n/etc/passwd,1\n", "line 2: '/etc/passwd': not a plain relative path"),
         ("path,label\n,1\n", "line 2: '': not a plain relative path"),
-        ("path,label\na.jpg,-1\nb.jpg,99999999\n", None),
+        ("path,label\na.jpg,-1\nb.jpg,-1\n", "all labels are -1"),
         ("path,label\na.jpg,99999999\n", "would make 100,000,000 classes; name them with --classes"),
         ("path,label,split\na.jpg,1,../x\n", r"line 2: split '\.\./x'"),
         ("path,label,split\na.jpg,1,\n", "line 2: split ''"),
         ('path,label\n"a.jpg,1\n', "line 2: unexpected end of data"),
     ],
 )
-def test_errors_of_a_table_name_file_and_line(tmp_path: Path, text: str, says: str | None) -> None:
+def test_errors_of_a_table_name_file_and_line(tmp_path: Path, text: str, says: str) -> None:
     write_table(tmp_path, text)
-    if says is None:  # not all are numbers, so they are names
-        assert find("csv", tmp_path)["train"].classes == ("-1", "99999999")
-        return
     with pytest.raises(DataError, match=says) as caught:
         find("csv", tmp_path)
     assert str(tmp_path / "labels.csv") in str(caught.value)
@@ -344,7 +427,7 @@ def test_a_label_that_is_no_class_and_a_table_that_is_not_there(tmp_path: Path) 
     write_table(tmp_path, "path,label,clean\na.jpg,cat,dog\nb.jpg,dog,bird\n")
     names = tmp_path / "names.txt"
     names.write_text("cat\ndog\n")
-    with pytest.raises(DataError, match=r"labels.csv, line 3: label 'bird' of 'b.jpg'"):
+    with pytest.raises(DataError, match=r"labels.csv, line 3: no class 'bird'"):
         find("csv", tmp_path, "--classes", str(names))
     names.write_text("cat\ndog\ncat\n")
     with pytest.raises(DataError, match=r"names.txt: names a class twice"):

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import subprocess
+import sys
 import tarfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,6 +18,7 @@ import pytest
 from sopdist.cli import main
 from sopdist.data.checking.verify import verify_split
 from sopdist.data.checking.verify_shard import Checks
+from sopdist.data.commands.output import progress_bar
 from sopdist.data.headers import read_header
 from sopdist.data.labels import write_labels
 from sopdist.data.manifest import Manifest, read_manifest
@@ -408,7 +412,51 @@ def test_a_folder_of_several_splits(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_folders_that_are_no_split(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for path, message in ((tmp_path, "no manifest.json"), (tmp_path / "absent", "no such folder")):
         assert main(["verify", str(path)]) == 1
-        assert message in capsys.readouterr().out
+        out, err = capsys.readouterr()
+        assert message in err
+        assert (out, err.count("\n")) == ("", 1)
+
+
+def test_a_split_that_was_begun_is_incomplete(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    begun = folder.parent / "val"
+    begun.mkdir()
+    (begun / "prepare.json").write_text("{}")
+    for path in (folder.parent, begun):
+        assert main(["verify", str(path)]) == 1
+        assert "incomplete: 1\n  val: `sopdist prepare` was interrupted" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", [["verify"], ["inspect"], ["labels", "list"]])
+def test_a_url_is_no_local_folder(capsys: pytest.CaptureFixture[str], command: list[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main([*command, "https://example.org/train"])
+    assert stop.value.code == 2
+    assert "https://example.org/train is a URL; this command works on a local folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", [SECOND, "shard-000001.idx", "labels/given.npy"])
+def test_a_pipe_is_not_waited_for(folder: Path, name: str) -> None:
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    for options in ([], ["--quick"]):
+        command = [sys.executable, "-m", "sopdist", "verify", str(folder), *options]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert result.returncode == 1
+        assert "not a plain file" in result.stdout
+
+
+def test_a_sample_that_the_tar_lacks_is_named(folder: Path) -> None:
+    for missing in (5, 7):
+        members = [member for member in second_shard() if not member[0].startswith(f"k/{missing}.")]
+        write_raw_shard(folder, members)
+        assert f"sample: {SECOND}, key k/{missing}, index {missing}: the index names it, but it is not in the tar" in (
+            problems(folder)
+        )
+
+
+def test_a_log_file_is_not_flooded() -> None:
+    with progress_bar(total=10, file=io.StringIO()) as bar:
+        assert bar.mininterval == 30
 
 
 def test_bad_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import math
+import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,7 +22,10 @@ _GAP = 10
 _TITLE = 40
 _WIDTH_TO_HEIGHT = 1.6  # of the sheet, as far as the tiles allow
 _INK, _FAINT, _PAPER, _FRAME = "#202020", "#808080", "#ffffff", "#e4e4e4"
-_WRONG, _RIGHT = "#c62828", "#2e7d32"
+_WRONG, _RIGHT, _OTHER = "#c62828", "#2e7d32", "#1565c0"
+_SIZE = 12
+# Pillow's own font has hardly more than ASCII; one of these is on nearly every machine.
+_FONTS = ("DejaVuSans.ttf", "NotoSans-Regular.ttf", "LiberationSans-Regular.ttf", "Arial.ttf", "arial.ttf")
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,7 @@ class Tile:
     image: bytes | str  # encoded, or the reason why it cannot be read
     label: str
     clean: str | None = None  # the true class, if it is known and another
+    base: str | None = None  # `given: 3 cat`: the label that this one replaced, if that is all that is known
 
 
 def decode_upright(content: bytes) -> Image.Image:
@@ -59,14 +65,31 @@ def draw_sheet(tiles: Sequence[Tile], title: str) -> bytes:
     return buffer.getvalue()
 
 
+@functools.cache
+def _system_font() -> ImageFont.FreeTypeFont | None:
+    for name in _FONTS:
+        try:
+            return ImageFont.truetype(name, _SIZE)
+        except OSError:
+            continue
+    return None
+
+
 class _Pen:
     def __init__(self, sheet: Image.Image) -> None:
         self.draw = ImageDraw.Draw(sheet)
-        self._font = ImageFont.load_default(12)
+        self._accents = _system_font() is not None
+        self._font = _system_font() or ImageFont.load_default(_SIZE)
+
+    def _drawable(self, text: str) -> str:
+        text = text.encode(errors="backslashreplace").decode()
+        if self._accents:
+            return text
+        return "".join(sign for sign in unicodedata.normalize("NFKD", text) if not unicodedata.combining(sign))
 
     def write(self, at: tuple[int, int], text: str, colour: str, width: int) -> None:
         """One line, cut to the width."""
-        shown = text
+        shown = self._drawable(text)
         while shown and self._font.getlength(shown) > width:
             shown = shown.removesuffix("...")[:-1].rstrip() + "..." if len(shown) > 4 else shown[:-1]
         self.draw.text(at, shown, fill=colour, font=self._font)
@@ -74,7 +97,7 @@ class _Pen:
     def wrap(self, text: str, width: int, most: int) -> list[str]:
         """Break into at most `most` lines at blanks."""
         lines = [""]
-        for word in text.split():
+        for word in self._drawable(text).split():
             longer = f"{lines[-1]} {word}".strip()
             if self._font.getlength(longer) <= width or not lines[-1]:
                 lines[-1] = longer
@@ -95,12 +118,15 @@ def _draw_tile(sheet: Image.Image, pen: _Pen, tile: Tile, x: int, y: int) -> Non
         sheet.paste(thumb, (x + (_THUMB - thumb.width) // 2, y + (_THUMB - thumb.height) // 2))
     except ImageError as reason:
         _draw_broken(pen, str(reason), x, y)
-    pen.draw.rectangle((x - 1, y - 1, x + _THUMB, y + _THUMB), outline=_FRAME if tile.clean is None else _WRONG)
+    mark = _WRONG if tile.clean is not None else _OTHER if tile.base is not None else None
+    pen.draw.rectangle((x - 1, y - 1, x + _THUMB, y + _THUMB), outline=mark or _FRAME)
     y += _THUMB + 3
     pen.write((x, y), f"#{tile.index}", _FAINT, _THUMB)
-    pen.write((x, y + _LINE), tile.label, _INK if tile.clean is None else _WRONG, _THUMB)
+    pen.write((x, y + _LINE), tile.label, mark or _INK, _THUMB)
     if tile.clean is not None:
         pen.write((x, y + 2 * _LINE), f"clean: {tile.clean}", _RIGHT, _THUMB)
+    elif tile.base is not None:
+        pen.write((x, y + 2 * _LINE), tile.base, _FAINT, _THUMB)
 
 
 def _draw_broken(pen: _Pen, reason: str, x: int, y: int) -> None:

@@ -17,6 +17,7 @@ from ..labelling.diff import align, class_title
 from ..labels import UNKNOWN, Labels
 from ..manifest import Manifest
 from ..split import Split
+from .verify_shard import shown
 
 MOST_BARS = 30  # classes; of more, only the largest and the smallest are shown
 _ENDS = 10  # that many of each
@@ -107,6 +108,26 @@ def images_text(looks: Sequence[Look], of: int, where: Callable[[int], str]) -> 
         lines.append(f"  broken: {len(broken):,}, see `sopdist verify`")
         lines += [f"    {where(look.index)}: {look.reason}" for look in broken[:_MOST_BROKEN]]
     return "\n".join(lines)
+
+
+def samples_text(split: Split, labels: Labels, indices: Indices) -> str:
+    """Index, label, key and path of these samples, a line each."""
+    rows = [["index", "label", "key", "path"]]
+    for index in indices.tolist():
+        key = path = "-"
+        try:
+            shard, place = split.place_of(index)
+            key = shown(shard.index.keys[place])
+            path = shown(str(shard.record(place).get("path", "-")))
+        except (DataError, OSError, ValueError, RecursionError) as reason:
+            path = f"BROKEN: {reason}"
+        rows.append([str(index), label_title(int(labels[index]), split.manifest.classes), key, path])
+    return "\n".join(align(rows, left=(1, 2, 3)))
+
+
+def label_title(label: int, classes: Sequence[str], width: int = 24) -> str:
+    """`3 cat`, or `unknown`."""
+    return "unknown" if label == UNKNOWN else class_title(label, classes, width)
 
 
 def choose(candidates: Indices, count: int, seed: int) -> Indices:

@@ -17,6 +17,7 @@ from ..labels import FOLDER, GIVEN, Labels, read_labels
 from ..manifest import MANIFEST, Manifest, ShardInfo, read_manifest
 from .verify_shard import Checks, Findings, Problem, ShardCheck, index_of, read_keys, shown
 
+_BEGUN = "prepare.json"  # what `sopdist prepare` keeps in a split until it has written the manifest
 _SHARD_FILE = re.compile(r"shard-.*\.(?:tar|idx)")
 
 Hashes = NDArray[np.int64]  # of keys: 14 million keys are 112 MB, as text they would be 2 GB
@@ -24,12 +25,19 @@ Hashes = NDArray[np.int64]  # of keys: 14 million keys are 112 MB, as text they 
 
 def find_splits(folder: Path) -> list[Path]:
     """The folder itself if it is a split, otherwise those of its folders that are, or were to become, one."""
-    if not (folder / MANIFEST).exists() and folder.is_dir():
-        inside = [child for child in sorted(folder.iterdir()) if child.is_dir()]
-        found = [child for child in inside if (child / MANIFEST).exists() or any(child.glob("shard-*.tar"))]
-        if found:
-            return found
-    return [folder]
+    if _is_split(folder):
+        return [folder]
+    try:
+        found = [child for child in sorted(folder.iterdir()) if child.is_dir() and _is_split(child)]
+    except OSError:
+        found = []
+    if not found:
+        read_manifest(folder)  # raises, and says what is missing
+    return found
+
+
+def _is_split(folder: Path) -> bool:
+    return (folder / MANIFEST).exists() or (folder / _BEGUN).exists() or any(folder.glob("shard-*.tar"))
 
 
 def verify_split(folder: Path, checks: Checks) -> tuple[Manifest | None, Findings]:
@@ -38,6 +46,10 @@ def verify_split(folder: Path, checks: Checks) -> tuple[Manifest | None, Finding
     try:
         manifest = read_manifest(folder)
     except DataError as error:
+        if (folder / _BEGUN).exists() and not (folder / MANIFEST).exists():
+            what = "`sopdist prepare` was interrupted; run it again to go on"
+            found.add(Problem("incomplete", what, folder.name or str(folder)))
+            return None, found
         found.add(Problem("manifest", str(error).removeprefix(f"{folder / MANIFEST}: "), MANIFEST))
         return None, found
     checks.begin(manifest)
@@ -78,6 +90,9 @@ def _check_label_sets(folder: Path, manifest: Manifest, found: Findings) -> Labe
     paths = [path for path in (folder / FOLDER).glob("*") if path.suffix in (".npy", ".json")]
     for name in sorted({path.stem for path in paths} | {GIVEN}):
         try:
+            for path in paths:
+                if path.stem == name and not path.is_file():  # a pipe would be read for ever
+                    raise DataError("not a plain file")
             labels = read_labels(folder, manifest, name).labels
         except DataError as error:
             file = f"{FOLDER}/{name}.npy"

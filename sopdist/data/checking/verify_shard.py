@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import stat
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -120,10 +121,10 @@ class ShardCheck:
         path, keys = self._folder / self._info.name, list[str]()
         index_text, index_keys = self._read_index()
         try:
-            size = path.stat().st_size
+            size = _size_of(path)
             if size != self._info.bytes:
                 self._add("size", f"{size} bytes, the manifest says {self._info.bytes}; copy or prepare it again")
-            keys = index_keys if self._checks.quick else self._check_tar(path, index_text)
+            keys = index_keys if self._checks.quick else self._check_tar(path, index_text, index_keys)
         except OSError as error:
             self._add("missing file", f"the manifest names it, but it cannot be read: {error.strerror}")
         for place, key in enumerate(keys):
@@ -135,6 +136,7 @@ class ShardCheck:
         """Its text and its keys; nothing if it cannot be read."""
         name, text = self._info.index_name, ""
         try:
+            _size_of(self._folder / name)
             text = (self._folder / name).read_text(encoding="utf-8")
             keys = parse_index(text, name).keys
         except OSError as error:
@@ -149,7 +151,7 @@ class ShardCheck:
             return text, keys
         return text, []
 
-    def _check_tar(self, path: Path, index_text: str) -> list[str]:
+    def _check_tar(self, path: Path, index_text: str, index_keys: list[str]) -> list[str]:
         samples = list[list[_Member]]()
         with path.open("rb") as file:
             if sha256_of(path) != self._info.sha256:
@@ -162,7 +164,8 @@ class ShardCheck:
                 self._add("tar", str(error).removeprefix(f"{path}: ") + after)
             else:
                 self._check_count(len(samples), self._info.name)
-            self._compare_index(samples, index_text.split("\n")[1:])
+                self._find_missing(samples, index_keys)
+            self._compare_index(samples, index_text.splitlines()[1:])
             for place, members in enumerate(samples):
                 if self._stop.is_set():
                     break
@@ -174,12 +177,23 @@ class ShardCheck:
         if samples != self._info.samples:
             self._add("count", f"{samples} samples, the manifest says {self._info.samples}", file=file)
 
+    def _find_missing(self, samples: list[list[_Member]], index_keys: list[str]) -> None:
+        there = {members[0].key for members in samples}
+        for place, key in enumerate(index_keys):
+            if key not in there:
+                self._add("sample", "the index names it, but it is not in the tar", key, place)
+
     def _compare_index(self, samples: list[list[_Member]], lines: list[str]) -> None:
         name = self._info.index_name
-        for place, (members, line) in enumerate(zip(samples, lines, strict=False)):
+        if not lines:
+            return  # was said
+        for place, members in enumerate(samples):
+            if place >= len(lines):
+                self._add("index", "has no line for this sample of the tar", members[0].key, place, file=name)
+                continue
             expected = " ".join(f"{member.extension} {member.offset} {member.size} {member.name}" for member in members)
-            if line != expected:
-                what = f"line {place + 2} says {line!r}, the tar has {expected!r}"
+            if lines[place] != expected:
+                what = f"line {place + 2} says {lines[place]!r}, the tar has {expected!r}"
                 self._add("index", what, members[0].key, place, file=name)
 
     def _check_sample(self, file: int, place: int, members: list[_Member]) -> None:
@@ -228,6 +242,14 @@ class ShardCheck:
     ) -> None:
         index = None if place is None else index_of(self._info, place)
         self.found.add(Problem(kind, what, file or self._info.name, None if key is None else shown(key), index))
+
+
+def _size_of(path: Path) -> int:
+    """OSError if it is not there, or not a plain file: a pipe would be read for ever."""
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(0, "not a plain file")
+    return found.st_size
 
 
 def index_of(info: ShardInfo, place: int) -> int | None:

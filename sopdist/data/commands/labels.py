@@ -21,18 +21,20 @@ from typing import Any
 from ...files import sha256_of
 from ..errors import DataError
 from ..labelling import noise as label_noise
-from ..labelling.diff import align, class_title, compare_labels, diff_record, diff_rows, diff_text
+from ..labelling.diff import align, class_title, compare_labels, diff_rows, diff_text
 from ..labelling.files import NAMES, NUMBERS, ClassReader, read_label_file, read_matrix
 from ..labels import CLEAN, FOLDER, GIVEN, UNKNOWN, Labels, check_name, list_labels, read_labels, write_labels
 from ..manifest import Manifest, read_manifest
-from .output import write_json, write_output
+from .arguments import local_folder, seed, share
+from .output import cannot_write, write_output
 
 ADD = """\
 Write a label set from a file. A file is one of
   .npy         N integers, in index order;
   .txt, .csv   N lines with a class each, by number or name, in index order;
-  .csv, .txt   a table with a header line that has the columns `label` and `index` or `key` (others are ignored; index
-               is used if both are there). A key is the one in the shards, or the image's path in the source.
+  .csv, .txt   a table with a header line that has the columns `label` and `index`, `key` or `path` (others are ignored;
+               of several the first of these three is used). A key is the one in the shards, a path the image's in the
+               source, relative to the --root of `sopdist prepare`.
 A table need not name every sample: the rest is taken from --base, or is unknown (-1)."""
 NOISE = """\
 Draw wrong labels and write them as a label set, with the recipe and the rate that was measured. KIND is
@@ -66,8 +68,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     noise = _subcommand(commands, "noise", "draw wrong labels", NOISE, _noise)
     noise.add_argument("kind", metavar="KIND", choices=list(KINDS), help="symmetric, exclusive, pair or matrix")
-    noise.add_argument("--rate", type=_rate, help="probability of a draw, 0 to 1; for all kinds but matrix")
-    noise.add_argument("--seed", type=_seed, default=0, help="another seed, another draw (0)")
+    noise.add_argument("--rate", type=share, help="probability of a draw, 0 to 1; for all kinds but matrix")
+    noise.add_argument("--seed", type=seed, default=0, help="another seed, another draw (0)")
     noise.add_argument("--from", dest="base", metavar="SET", help="labels to start from (clean if there, else given)")
     noise.add_argument("--name", help="of the new label set (such as sym-0.4-seed0, matrix-FILE-seed0)")
     noise.add_argument("--pairs", help="for pair: FROM:TO,FROM:TO,... by number or name of the class")
@@ -85,7 +87,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     diff.add_argument(
         "--csv", metavar="FILE", type=Path, help="write every transition: from,from_name,to,to_name,count"
     )
-    diff.add_argument("--json", metavar="FILE", type=Path, help="write the whole comparison")
     remove = _subcommand(commands, "remove", "delete a label set", REMOVE, _remove)
     remove.add_argument("name", metavar="NAME", help="of the label set")
 
@@ -103,7 +104,7 @@ def _subcommand(
     parser: argparse.ArgumentParser = commands.add_parser(
         name, help=summary, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("folder", metavar="SPLIT_FOLDER", type=Path, help="where the split's manifest.json is")
+    parser.add_argument("folder", metavar="SPLIT_FOLDER", type=local_folder, help="where the split's manifest.json is")
     parser.set_defaults(subcommand=action)
     return parser
 
@@ -187,7 +188,10 @@ def _default_name(args: argparse.Namespace, kind: str) -> str:
 def _store(args: argparse.Namespace, manifest: Manifest, name: str, labels: Labels, recipe: dict[str, Any]) -> str:
     """Write the set, unless it would silently replace another; says what it did."""
     _refuse_given(name, "the shards hold the same labels. Choose another name")
-    check_name(name)
+    try:
+        check_name(name)
+    except DataError as error:
+        raise DataError(str(error) + ("" if args.name else "; --name gives it another")) from None
     if name in list_labels(args.folder) and not args.overwrite:
         try:
             there = read_labels(args.folder, manifest, name)
@@ -198,7 +202,8 @@ def _store(args: argparse.Namespace, manifest: Manifest, name: str, labels: Labe
                 f"{args.folder}: there is a label set {name!r} with other labels; choose another name, or --overwrite"
             )
         return f"{name} is there already, with the same labels"
-    write_labels(args.folder, manifest, name, labels, recipe)
+    with cannot_write(args.folder / FOLDER / name):
+        write_labels(args.folder, manifest, name, labels, recipe)
     return f"wrote {name}"
 
 
@@ -240,36 +245,19 @@ def _diff(args: argparse.Namespace, manifest: Manifest) -> None:
         writer = csv.DictWriter(text, ("from", "from_name", "to", "to_name", "count"), lineterminator="\n")
         writer.writeheader()
         writer.writerows(diff_rows(diff, classes))
-        write_output(args.csv, text.getvalue().encode())
-    if args.json:
-        write_json(args.json, diff_record(diff, names, classes))
+        write_output(args.csv, text.getvalue().encode(errors="backslashreplace"))
 
 
 def _remove(args: argparse.Namespace, manifest: Manifest) -> None:  # noqa: ARG001 - only a split has label sets
     _refuse_given(args.name, "it belongs to the shards and stays")
     if args.name not in list_labels(args.folder):
         raise DataError(f"{args.folder}: no label set {args.name!r}; there is: {', '.join(list_labels(args.folder))}")
-    for suffix in (".json", ".npy"):  # as when one is replaced: never an array that another recipe seems to explain
-        (args.folder / FOLDER / (args.name + suffix)).unlink(missing_ok=True)
+    with cannot_write(args.folder / FOLDER / args.name):
+        for suffix in (".json", ".npy"):  # as when one is replaced: never an array that another recipe seems to explain
+            (args.folder / FOLDER / (args.name + suffix)).unlink(missing_ok=True)
     print(f"removed {args.name}")
 
 
 def _refuse_given(name: str, why: str) -> None:
     if name == GIVEN:
         raise DataError(f"label set {GIVEN!r} is what the data set came with: {why}")
-
-
-def _rate(text: str) -> float:
-    try:
-        rate = float(text)
-    except ValueError:
-        rate = -1.0
-    if not 0 <= rate <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to 1")
-    return rate
-
-
-def _seed(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or int(text) >= label_noise.SEEDS:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 to 2^64 - 1")
-    return int(text)

@@ -10,13 +10,17 @@ import argparse
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast, get_args
 
 from ..errors import DataError
 from ..sources import SOURCES, load_source
-from ..sources.source import SourceSplit
+from ..sources.order import TRAIN, VAL, Order, hold_out
+from ..sources.source import SourceSplit, asked_for
+from .arguments import Commands, share, whole
 
 if TYPE_CHECKING:
     from ..prepare.engine import Prepared
@@ -24,23 +28,15 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """A subcommand a source."""
-    sources = parser.add_subparsers(required=True, dest="source", metavar="SOURCE", action=_LoadOnDemand)
+    sources = cast(Commands, parser.add_subparsers(required=True, dest="source", metavar="SOURCE", action=Commands))
     for name, entry in SOURCES.items():
-        sources.add_parser(name, help=entry.summary, formatter_class=argparse.RawDescriptionHelpFormatter)
+        sources.add(name, entry.summary, partial(_add_source_arguments, name))
 
 
-class _LoadOnDemand(argparse._SubParsersAction):
-    """Loads the one source that is asked for, so that no other command waits for them, or fails with them."""
-
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        name = values[0]
-        if name in SOURCES:
-            _add_source_arguments(self.choices[name], name)
-        super().__call__(parser, namespace, values, option_string)
-
-
-def _add_source_arguments(parser: argparse.ArgumentParser, name: str) -> None:
+def _add_source_arguments(name: str, parser: argparse.ArgumentParser) -> None:
     source = load_source(name)
+    with _needs_extra():
+        from ..prepare.job import Options
     parser.description = (source.__doc__ or "").strip()
     needs_root = SOURCES[name].needs_root
     parser.add_argument("--root", type=Path, required=needs_root, help="where the data set is" + _optional(needs_root))
@@ -49,18 +45,28 @@ def _add_source_arguments(parser: argparse.ArgumentParser, name: str) -> None:
     common = parser.add_argument_group("how to write it")
     common.add_argument("--splits", help="only these, separated by commas (default: all)")
     common.add_argument(
-        "--resize", type=_whole(1), metavar="SHORT_SIDE", help="shrink images whose short side is longer, as JPEG"
-    )
-    common.add_argument("--quality", type=_whole(1, 100), default=95, help="of JPEGs that --resize writes (95)")
-    common.add_argument("--samples-per-shard", type=_whole(1), default=1000, metavar="N", help="images a shard (1000)")
+        "--val", type=_part, metavar="SHARE",
+        help="hold out this share of the training images, of each class, as split val; always the same ones",
+    )  # fmt: skip
     common.add_argument(
-        "--order", choices=("auto", "source", "shuffled"), default="auto",
+        "--resize", type=whole(1), metavar="SHORT_SIDE", help="shrink images whose short side is longer, as JPEG"
+    )
+    common.add_argument(
+        "--quality", type=whole(1, 100), default=Options.quality, help="of JPEGs that --resize writes (%(default)s)"
+    )
+    common.add_argument(
+        "--samples-per-shard", type=whole(1), default=Options.samples_per_shard, metavar="N",
+        help="images a shard (%(default)s)",
+    )  # fmt: skip
+    common.add_argument(
+        "--order", choices=get_args(Order), default=Options.order,
         help="of the images: as the source lists them, or shuffled once; auto shuffles what is sorted by class",
     )  # fmt: skip
-    common.add_argument("--workers", type=_whole(1), default=_cores(), metavar="N", help="threads (%(default)s)")
+    common.add_argument("--workers", type=whole(1), default=_cores(), metavar="N", help="threads (%(default)s)")
     common.add_argument(
-        "--max-bad", type=_share, default=0.01, metavar="SHARE", help="unusable images a split may have (0.01)"
-    )
+        "--max-bad", type=share, default=Options.max_bad, metavar="SHARE",
+        help="unusable images a split may have (%(default)s)",
+    )  # fmt: skip
     common.add_argument(
         "--overwrite", action="store_true", help="delete a split that is there, with all of its label sets"
     )
@@ -68,11 +74,9 @@ def _add_source_arguments(parser: argparse.ArgumentParser, name: str) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Find the splits, prepare them, say what came out."""
-    try:
+    with _needs_extra():
         from ..prepare.engine import prepare
         from ..prepare.job import Options
-    except ModuleNotFoundError as error:
-        raise DataError(f"`sopdist prepare` needs {error.name}: pip install 'sopdist[data]'") from None
     options = Options(
         resize=args.resize,
         quality=args.quality,
@@ -83,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
         overwrite=args.overwrite,
     )
     try:
-        splits = _chosen(load_source(args.source).find_splits(args), args.splits)
+        splits = _find_splits(args)
         prepared = prepare(args.source, splits, args.out, options)
     except KeyboardInterrupt:
         how = ", without --overwrite" if args.overwrite else ""
@@ -93,21 +97,32 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _chosen(splits: list[SourceSplit], names: str | None) -> list[SourceSplit]:
-    if names is None:
-        return splits
-    wanted = [name.strip() for name in names.split(",")]
-    known = [split.name for split in splits]
-    for name in wanted:
-        if name not in known:
-            raise DataError(f"--splits {names}: no split {name!r}; there is {', '.join(known)}")
+def _find_splits(args: argparse.Namespace) -> list[SourceSplit]:
+    """Those that are asked for."""
+    source = load_source(args.source)
+    if args.val is None:
+        splits = source.find_splits(args)
+    else:
+        splits = _with_val(source.find_splits(argparse.Namespace(**{**vars(args), "splits": None})), args.val)
+    wanted = asked_for([split.name for split in splits], args.splits)
     return [split for split in splits if split.name in wanted]
+
+
+def _with_val(splits: list[SourceSplit], share_of_val: float) -> list[SourceSplit]:
+    """The same splits, with a part of train as val."""
+    names = [split.name for split in splits]
+    if VAL in names or TRAIN not in names:
+        what = f"the source has a split {VAL} already" if VAL in names else f"the source has no split {TRAIN}"
+        raise DataError(f"--val {share_of_val:g}: {what} (it has {', '.join(names)}); leave --val out")
+    place = names.index(TRAIN)
+    return [*splits[:place], *hold_out(splits[place], share_of_val), *splits[place + 1 :]]
 
 
 def _print_summary(prepared: Sequence[Prepared]) -> None:
     for split in prepared:
         if split.was_there:
-            print(f"{split.folder}: already prepared")
+            added = f"; label sets added: {', '.join(split.added)}" if split.added else ""
+            print(f"{split.folder}: already prepared{added}")
     print(f"\n{'split':<12}{'samples':>12}{'shards':>8}{'MB':>12}{'classes':>9}{'skipped':>9}")
     for split in prepared:
         manifest = split.manifest
@@ -132,25 +147,16 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _whole(least: int, most: int | None = None) -> Any:
-    def parse(text: str) -> int:
-        allowed = f"{least} or more" if most is None else f"{least} to {most}"
-        try:
-            number = int(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number; allowed: {allowed}") from None
-        if number < least or (most is not None and number > most):
-            raise argparse.ArgumentTypeError(f"{number}; allowed: {allowed}")
-        return number
-
-    return parse
-
-
-def _share(text: str) -> float:
+@contextmanager
+def _needs_extra() -> Iterator[None]:
     try:
-        share = float(text)
-    except ValueError:
-        share = -1.0
-    if not 0 <= share <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r}; allowed: a number from 0 to 1")
-    return share
+        yield
+    except ModuleNotFoundError as error:
+        raise DataError(f"`sopdist prepare` needs {error.name}: pip install 'sopdist[data]'") from None
+
+
+def _part(text: str) -> float:
+    number = share(text)
+    if number in (0, 1):
+        raise argparse.ArgumentTypeError(f"{text!r} leaves one of the two splits empty; use a number between 0 and 1")
+    return number

@@ -20,13 +20,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from ..checking.verify import find_splits, verify_split
 from ..checking.verify_shard import Checks, Findings
 from ..errors import DataError
 from ..manifest import Manifest
-from .output import write_json
+from .arguments import local_folder, whole
+from .output import progress_bar, write_json
 
 MOST_SHOWN = 20  # of each kind
 _MOST_WORKERS = 8  # by default: a disk is not faster with more
@@ -34,7 +33,7 @@ _MOST_WORKERS = 8  # by default: a disk is not faster with more
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `sopdist verify`."""
-    parser.add_argument("folder", metavar="FOLDER", type=Path, help="of a split, or of several splits")
+    parser.add_argument("folder", metavar="FOLDER", type=local_folder, help="of a split, or of several splits")
     depth = parser.add_mutually_exclusive_group()
     depth.add_argument("--decode", action="store_true", help="decode every image in full (slow, finds the rest)")
     depth.add_argument(
@@ -42,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     workers = min(os.cpu_count() or 1, _MOST_WORKERS)
     parser.add_argument(
-        "--workers", type=_positive, default=workers, metavar="N", help=f"shards to check at a time ({workers})"
+        "--workers", type=whole(1), default=workers, metavar="N", help=f"shards to check at a time ({workers})"
     )
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help=f"write all problems; otherwise {MOST_SHOWN} of each kind are shown"
@@ -69,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _verify(folder: Path, args: argparse.Namespace, decode: Callable[[bytes], object] | None) -> Findings:
     lock = threading.Lock()
-    with tqdm(desc="verifying", unit=" samples", unit_scale=True, leave=False, dynamic_ncols=True) as bar:
+    with progress_bar(desc="verifying", unit=" samples", unit_scale=True, leave=False, dynamic_ncols=True) as bar:
 
         def progress(done: int) -> None:
             with lock:  # samples are counted by several threads
@@ -105,9 +104,3 @@ def _decoder() -> Callable[[bytes], object]:
         raise DataError(f"--decode needs Pillow ({error}): pip install 'sopdist[data]'") from None
     warnings.filterwarnings("ignore", module=r"PIL\.")  # they name no file; what matters is raised
     return decode_upright
-
-
-def _positive(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1")
-    return int(text)

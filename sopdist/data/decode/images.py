@@ -30,14 +30,28 @@ _UPRIGHT: dict[int, Callable[[Pixels], Pixels]] = {
 }
 
 
+def upright(pixels: Pixels, orientation: int) -> Pixels:
+    """(height, width, 3) as it is meant to be seen, by its EXIF orientation."""
+    return _UPRIGHT[orientation](pixels) if orientation in _UPRIGHT else pixels
+
+
+def to_rgb(image: Image.Image) -> Image.Image:
+    """8-bit RGB, whatever the mode: transparency is dropped, 16-bit grey keeps its upper byte."""
+    if image.mode == "F":
+        raise ImageError("floating-point pixels, whose range is not known")
+    if image.mode.startswith("I"):  # Pillow's own conversion would cut everything above 255
+        grey = np.clip(np.asarray(image).astype(np.int64) >> 8, 0, 255).astype(np.uint8)
+        return Image.fromarray(grey).convert("RGB")
+    return image.convert("RGB")
+
+
 def decode_image(data: bytes, header: ImageHeader) -> Pixels:
     """Decode to (height, width, 3) bytes of RGB, upright. Grey and palette images become RGB, transparency is dropped,
     of an animation the first frame is taken, 16 bits become 8."""
     pixels = _decode_fast(data, header) if header.plain else None
     if pixels is None:
         pixels = _decode_with_pillow(data, header)
-    if header.orientation in _UPRIGHT:
-        pixels = _UPRIGHT[header.orientation](pixels)
+    pixels = upright(pixels, header.orientation)
     if pixels.shape != (header.height, header.width, 3):
         raise ImageError(
             f"decoded to {pixels.shape[1]} x {pixels.shape[0]}, its header says {header.width} x {header.height}"
@@ -77,8 +91,6 @@ def _decode_with_pillow(data: bytes, header: ImageHeader) -> Pixels:
     try:
         image: Any = Image.open(io.BytesIO(data), formats=[name.upper() for name in _NAMES.values()])
         image.load()
-        if image.mode.startswith("I"):  # 16 bits a pixel, which convert() would cut off at 255 instead of scaling
-            return np.repeat((np.asarray(image) >> 8).astype(np.uint8)[..., None], 3, axis=2)
-        return np.asarray(image.convert("RGB"))
+        return np.asarray(to_rgb(image))
     except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
         raise ImageError(f"damaged {_NAMES[header.format]}: {error}") from None

@@ -67,24 +67,6 @@ def diff_rows(diff: LabelDiff, classes: Sequence[str]) -> Iterator[dict[str, Any
         yield {"from": source, "from_name": classes[source], "to": target, "to_name": classes[target], "count": count}
 
 
-def diff_record(diff: LabelDiff, names: tuple[str, str], classes: Sequence[str]) -> dict[str, Any]:
-    """All of it, for a JSON file."""
-    samples, differ = diff.per_class(len(classes))
-    return {
-        "from": names[0],
-        "to": names[1],
-        "samples": diff.samples,
-        "unknown": diff.unknown,
-        "compared": diff.compared,
-        "differ": diff.differ,
-        "classes": [
-            {"class": k, "name": name, "samples": int(samples[k]), "differ": int(differ[k])}
-            for k, name in enumerate(classes)
-        ],
-        "transitions": list(diff_rows(diff, classes)),
-    }
-
-
 def align(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> list[str]:
     """Lines of aligned columns: those in `left` to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

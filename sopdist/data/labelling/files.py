@@ -1,4 +1,5 @@
-"""Labels from files that people have: a NumPy array, a list with a label a line, or a table with a header.
+"""Labels from files that people have: a NumPy array, a list with a label a line, or a table with a header. And lists of
+samples, a matrix of probabilities.
 
 A mistake in such a file is found here, with its line, and not as a strange accuracy after a night of training.
 """
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 
 from ..errors import DataError
 from ..keys import key_of
-from ..labels import UNKNOWN, Labels, check_labels
+from ..labels import UNKNOWN, Labels, check_labels, read_array
 from ..manifest import Manifest
 from ..shards import Shard
 from .noise import check_matrix
@@ -27,6 +28,11 @@ from .noise import check_matrix
 NUMBERS, NAMES = "numbers", "names"
 TEXT_SUFFIXES = (".txt", ".csv")
 _INTEGER = re.compile(r"[+-]?[0-9]{1,18}")
+_LABEL = "label"
+_NAMES_OF_SAMPLES = ("index", "key", "path")  # columns that say which sample; the first that is there is used
+_COLUMNS = f"{_LABEL} and one of {', '.join(_NAMES_OF_SAMPLES)}"
+_OTHER_SEPARATORS = {";": "';'", "\t": "a tab"}
+_MOST_COMPARED = 20_000  # keys, to find the nearest to one that is not there: more would take long
 
 Row = tuple[int, list[str]]  # number of the line, from 1, and its cells
 
@@ -82,8 +88,7 @@ class ClassReader:
             return places[0]
         if self._written_as == NAMES and text == str(UNKNOWN):
             return UNKNOWN
-        close = difflib.get_close_matches(text, self._classes, n=1)
-        raise DataError(f"{where}: no class {text!r}" + (f"; did you mean {close[0]!r}?" if close else ""))
+        raise DataError(f"{where}: no class {text!r}{_did_you_mean(text, self._classes)}")
 
 
 def read_label_file(
@@ -91,6 +96,9 @@ def read_label_file(
 ) -> LabelFile:
     """Read labels for the split in `folder`. Samples that the file does not name are as in `base`, or unknown."""
     if path.suffix == ".npy":
+        if written_as is not None:
+            raise DataError(f"{path}: --as is of no use here: an array holds numbers; leave it out")
+        _refuse_base(path, base)
         labels = check_labels(_load_npy(path), manifest, str(path))
         return LabelFile(labels, len(labels))
     if path.suffix not in TEXT_SUFFIXES:
@@ -103,14 +111,25 @@ def read_label_file(
     header = _header(first[1])
     if header:
         return _read_table(path, folder, header, rows, manifest, reader, base)
-    if len(first[1]) > 1:
-        raise DataError(
-            f"{path}, line {first[0]}: several columns and no header; the first line must name them, "
-            "index,label or key,label"
-        )
-    if first[1] == ["label"] and not reader.is_name("label"):
+    _refuse_unknown_columns(path, first, reader)
+    _refuse_base(path, base)
+    if first[1] == [_LABEL] and not reader.is_name(_LABEL):
         return _read_list(path, rows, manifest, reader)
     return _read_list(path, itertools.chain([first], rows), manifest, reader)
+
+
+def read_indices(path: Path, samples: int) -> NDArray[np.int64]:
+    """Samples in the order of a file: .npy, or text with an index a line."""
+    if path.suffix != ".npy":
+        lines = enumerate(_text(path).split("\n"), start=1)
+        return np.array([_index(line.strip(), samples, path, number) for number, line in lines if line.strip()], int)
+    array = _load_npy(path)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise DataError(f"{path}: {array.dtype} of shape {array.shape}, expected a list of integers")
+    wrong = np.flatnonzero((array < 0) | (array >= samples))
+    if len(wrong):
+        raise DataError(f"{path}: index {array[wrong[0]]}, at place {wrong[0]}: samples are 0 to {samples - 1}")
+    return array.astype(np.int64)
 
 
 def read_matrix(path: Path, classes: int) -> NDArray[np.float64]:
@@ -154,7 +173,7 @@ def _read_list(path: Path, rows: Iterable[Row], manifest: Manifest, reader: Clas
     if count != len(labels):
         raise DataError(
             f"{path}: {count} labels for {len(labels)} samples; to label some only, use a table with the columns "
-            "index,label or key,label"
+            "index,label or path,label"
         )
     return LabelFile(labels, count)
 
@@ -163,8 +182,8 @@ def _read_table(
     path: Path, folder: Path, header: dict[str, int], rows: Iterable[Row], manifest: Manifest, reader: ClassReader,
     base: Labels | None,
 ) -> LabelFile:  # fmt: skip
-    """Lines of index or key, and label, in any order; not every sample needs one."""
-    by = "index" if "index" in header else "key"
+    """Lines of index, key or path, and label, in any order; not every sample needs one."""
+    by = next(name for name in _NAMES_OF_SAMPLES if name in header)
     names: list[str] = []
     given: list[int] = []
     lines: list[int] = []
@@ -174,12 +193,12 @@ def _read_table(
         if len(cells) <= max(header.values()):
             raise DataError(f"{path}, line {line_number}: {len(cells)} columns, the header has more")
         names.append(cells[header[by]])
-        given.append(reader.number(cells[header["label"]], f"{path}, line {line_number}", unknown=True))
+        given.append(reader.number(cells[header[_LABEL]], f"{path}, line {line_number}", unknown=True))
         lines.append(line_number)
     if by == "index":
         indices = [_index(name, manifest.samples, path, line) for name, line in zip(names, lines, strict=True)]
     else:
-        indices = _indices_of_keys(path, folder, manifest, names, lines)
+        indices = _indices_of_keys(path, folder, manifest, by, names, lines)
     labels = np.full(manifest.samples, UNKNOWN, dtype=np.int32) if base is None else base.copy()
     line_of = np.zeros(manifest.samples, dtype=np.int64)  # which line labelled the sample
     for index, label, name, line in zip(indices, given, names, lines, strict=True):
@@ -197,7 +216,7 @@ def _index(text: str, samples: int, path: Path, line: int) -> int:
 
 
 def _indices_of_keys(
-    path: Path, folder: Path, manifest: Manifest, names: Sequence[str], lines: Sequence[int]
+    path: Path, folder: Path, manifest: Manifest, by: str, names: Sequence[str], lines: Sequence[int]
 ) -> list[int]:
     """The samples with these keys. Only the file's own keys are held in memory, not those of the whole split."""
     rows_of: dict[str, list[int]] = {}
@@ -213,8 +232,24 @@ def _indices_of_keys(
     if missing:
         row = missing[0]
         more = f" ({len(missing)} such lines)" if len(missing) > 1 else ""
-        raise DataError(f"{path}, line {lines[row]}: no sample has the key {names[row]!r}{more}")
+        raise DataError(
+            f"{path}, line {lines[row]}: no sample has the {by} {names[row]!r}{more}; keys and paths "
+            f"are relative to the --root of `sopdist prepare`{_nearest_key(folder, manifest, names[row])}"
+        )
     return indices
+
+
+def _nearest_key(folder: Path, manifest: Manifest, name: str) -> str:
+    """Most often the beginning of a path is another, so the same file in another folder comes first."""
+    last_parts = {key.rpartition("/")[2] for key in _possible_keys(name.rstrip("/").rpartition("/")[2])}
+    some: list[str] = []
+    for info in manifest.shards:
+        for key in Shard(folder, info).index.keys:
+            if key.rpartition("/")[2] in last_parts:
+                return f"; did you mean {key!r}?"
+            if len(some) < _MOST_COMPARED:
+                some.append(key)
+    return _did_you_mean(name, some)
 
 
 def _possible_keys(name: str) -> set[str]:
@@ -225,10 +260,41 @@ def _possible_keys(name: str) -> set[str]:
         return {name}
 
 
+def _did_you_mean(text: str, names: Sequence[str]) -> str:
+    """The end of a message: the nearest name, whatever its case; nothing if none is near."""
+    folded: dict[str, str] = {}
+    for name in names:
+        folded.setdefault(name.casefold(), name)
+    close = difflib.get_close_matches(text.casefold(), folded, n=1)
+    return f"; did you mean {folded[close[0]]!r}?" if close else ""
+
+
 def _header(cells: Sequence[str]) -> dict[str, int]:
     """Where the columns of a table are; empty if this is no header."""
-    places = {cell.lower(): place for place, cell in enumerate(cells) if cell.lower() in ("index", "key", "label")}
-    return places if "label" in places and len(places) > 1 else {}
+    known = (_LABEL, *_NAMES_OF_SAMPLES)
+    places = {cell.lower(): place for place, cell in enumerate(cells) if cell.lower() in known}
+    return places if _LABEL in places and len(places) > 1 else {}
+
+
+def _refuse_unknown_columns(path: Path, first: Row, reader: ClassReader) -> None:
+    """The first line of what is not a table: is it one that was meant to be?"""
+    line, cells = first
+    where = f"{path}, line {line}"
+    if len(cells) == 1 and "," in cells[0] and not reader.is_name(cells[0]):  # a .txt
+        cells = [cell.strip() for cell in cells[0].split(",")]
+    if len(cells) > 1:
+        raise DataError(
+            f"{where}: several columns and no header that names them; it has {', '.join(map(repr, cells[:5]))}, "
+            f"needed are {_COLUMNS}"
+        )
+    for separator, name in _OTHER_SEPARATORS.items():
+        if separator in cells[0] and not reader.is_name(cells[0]):
+            raise DataError(f"{where}: columns must be separated by commas, not by {name}: {cells[0]!r:.80}")
+
+
+def _refuse_base(path: Path, base: Labels | None) -> None:
+    if base is not None:
+        raise DataError(f"{path}: --base is of no use here: only a table may leave samples out; leave it out")
 
 
 def _rows(path: Path) -> Iterator[Row]:
@@ -258,11 +324,9 @@ def _text(path: Path) -> str:
 
 def _load_npy(path: Path) -> NDArray[Any]:
     try:
-        array = np.load(path, allow_pickle=False)
+        content = path.read_bytes()
     except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from None
-    except (ValueError, EOFError) as error:
-        raise DataError(f"{path}: not a NumPy array of numbers ({error})") from None
-    if not isinstance(array, np.ndarray):
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
+    if content.startswith(b"PK"):
         raise DataError(f"{path}: several arrays, expected one; save it with numpy.save")
-    return array
+    return read_array(content, str(path))

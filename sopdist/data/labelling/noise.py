@@ -89,6 +89,8 @@ def preset_pairs(preset: str, classes: int) -> dict[int, int]:
     needed = {"cifar10": 10, "cifar100": 100}.get(preset, classes)
     if classes != needed:
         raise DataError(f"--preset {preset}: made for {needed} classes, the split has {classes}; use --pairs")
+    if classes < 2:
+        raise DataError(f"--preset {preset}: needs at least two classes: with one there is no other label to give")
     if preset == "cifar10":
         return dict(CIFAR10_PAIRS)
     block = 5 if preset == "cifar100" else classes

@@ -16,22 +16,27 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from tqdm import tqdm
 
 from ...files import write_whole
 from ..errors import DataError, ImageError
 from ..keys import keys_of
-from ..labels import GIVEN, check_labels, check_name, write_labels
+from ..labels import FOLDER, GIVEN, Labels, check_labels, check_name, write_labels
 from ..manifest import Manifest, ShardInfo, read_manifest, shard_name
-from ..shards import Member, write_shard
+from ..shards import Member, Shard, write_shard
 from ..sources.order import Order, arrange
 from ..sources.source import SourceSplit
 from . import job as jobs
 from .job import Job, Options, ShardRecord, readable
 from .reencode import Encoded, fit_for_shard, strict_pillow
 
+# Reasons that are the image's own and will be the same tomorrow. After all others, such as EIO, ESTALE or EMFILE, to
+# skip it would lose a good sample for good.
+_LASTING = frozenset((errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG))
 _GO_ON = "then run the same command again: finished shards are kept"
 _WHAT_TO_DO = {
     errno.ENOSPC: "free some space",
@@ -51,10 +56,12 @@ class Prepared:
     order: Order
     skipped: int
     was_there: bool  # from an earlier run of the same job
+    added: tuple[str, ...] = ()  # label sets that the earlier run was not asked for
 
 
 def prepare(source: str, splits: Sequence[SourceSplit], out: Path, options: Options) -> list[Prepared]:
-    """Write each split to `out`/NAME. What an interrupted run finished is kept; a complete split stays as it is."""
+    """Write each split to `out`/NAME. What an interrupted run finished is kept; a complete split gets no more
+    than label sets that it does not have yet."""
     tasks = [_Task(source, split, out / split.name, options) for split in splits]
     for task in tasks:  # all of them before the hours that the first may take
         with _writing(task.folder):
@@ -76,19 +83,29 @@ class _Task:
         self.job: Job = jobs.describe(source, self.split, self.options)
         self.stop = threading.Event()
 
+    def origin_of(self, label_set: str) -> dict[str, Any]:
+        """Where a label set comes from."""
+        return self.split.origins.get(label_set, {"source": self.source})
+
     def numbers_of(self, shard: int) -> range:
         """Which of the source's images belong to a shard."""
         first = shard * self.options.samples_per_shard
         return range(first, min(first + self.options.samples_per_shard, len(self.split.paths)))
 
     def image(self, number: int) -> Encoded:
-        """ImageError if it cannot be used, for whatever reason."""
+        """ImageError if it cannot be used, DataError if it could not be read just now."""
         try:
             content = self.split.read(number)
         except FileNotFoundError:
             raise ImageError("no such file") from None
         except OSError as error:
-            raise ImageError(f"cannot be read: {error.strerror or error}") from None
+            what = f"cannot be read: {error.strerror or error}"
+            if error.errno in _LASTING:
+                raise ImageError(what) from None
+            raise DataError(
+                f"{readable(self.split.paths[number])}: {what}; that may pass, so the image is not left out. See to "
+                f"the disk or the server, {_GO_ON}"
+            ) from None
         return fit_for_shard(content, self.options.resize, self.options.quality)
 
     def write(self, shard: int, advance: Callable[[], None]) -> ShardRecord:
@@ -156,9 +173,9 @@ def _prepare_split(task: _Task) -> Prepared:
     with _writing(folder), jobs.locked(folder):
         if jobs.is_complete(folder, task.job, task.options.overwrite):
             jobs.forget_work(folder)  # if the earlier run was interrupted right after the manifest
-            return Prepared(
-                folder, read_manifest(folder), task.options.order, jobs.skipped_count(folder), was_there=True
-            )
+            manifest, skipped = read_manifest(folder), jobs.skipped_count(folder)
+            added = _add_label_sets(task, manifest)
+            return Prepared(folder, manifest, task.options.order, skipped, was_there=True, added=added)
         done = jobs.begin(folder, task.job, task.options.overwrite)
         records = _write_shards(task, done)
         return _finish(task, records)
@@ -205,11 +222,57 @@ def _finish(task: _Task, records: list[ShardRecord]) -> Prepared:
     used = np.ones(len(split.paths), dtype=bool)
     used[[number for number, _ in skipped]] = False
     for name, labels in split.labels.items():
-        write_labels(folder, manifest, name, labels[used], split.origins.get(name, {"source": task.source}))
+        write_labels(folder, manifest, name, labels[used], task.origin_of(name))
     jobs.write_source(folder, task.job, len(skipped))
     manifest.write(folder)
     jobs.forget_work(folder)
     return Prepared(folder, manifest, task.options.order, len(skipped), was_there=False)
+
+
+def _add_label_sets(task: _Task, manifest: Manifest) -> tuple[str, ...]:
+    """Write those that a complete split was made without; nothing else is touched."""
+    folder = task.folder
+    names = jobs.missing_label_sets(folder, task.job)
+    if not names:
+        return ()
+    used = _which_are_in(task, manifest)
+    sets = {name: check_labels(task.split.labels[name][used], manifest, f"label set {name!r}") for name in names}
+    for name, labels in sets.items():
+        if _is_taken(folder, name, labels):
+            raise DataError(
+                f"{folder}: has a label set {name!r} of another origin, with other labels; rename or remove "
+                f"{folder / FOLDER / name}.npy and .json, {_GO_ON}"
+            )
+    for name, labels in sets.items():
+        if not all(path.exists() for path in _label_files(folder, name)):
+            write_labels(folder, manifest, name, labels, task.origin_of(name))
+    jobs.note_label_sets(folder, task.job)
+    return tuple(names)
+
+
+def _which_are_in(task: _Task, manifest: Manifest) -> NDArray[np.bool_]:
+    """Of the source's images, which are in the shards: all but those that were skipped."""
+    there = [key for info in manifest.shards for key in Shard(task.folder, info).index.keys]
+    keys = set(there)
+    used = np.fromiter((key in keys for key in task.keys), bool, len(task.keys))
+    if [key for key, is_used in zip(task.keys, used, strict=True) if is_used] != there:
+        raise DataError(f"{task.folder}: its shards are not those of this job; run `sopdist verify {task.folder}`")
+    return used
+
+
+def _is_taken(folder: Path, name: str, labels: Labels) -> bool:
+    """Has somebody else's label set this name? An array alone, with our labels, is what an interrupt left of ours."""
+    array, about = _label_files(folder, name)
+    if not array.exists():
+        return about.exists()
+    try:
+        return not np.array_equal(np.load(array, allow_pickle=False), labels)
+    except (OSError, ValueError, EOFError):
+        return True
+
+
+def _label_files(folder: Path, name: str) -> tuple[Path, Path]:
+    return folder / FOLDER / f"{name}.npy", folder / FOLDER / f"{name}.json"
 
 
 def _refuse_too_many(task: _Task, skipped: list[tuple[int, str]]) -> None:

@@ -91,11 +91,12 @@ def describe(source: str, split: SourceSplit, options: Options) -> Job:
         "samples per shard": options.samples_per_shard,
         "resize": options.resize,
         "quality": None if options.resize is None else options.quality,
+        **({} if split.held_out is None else {"held out": split.held_out}),
     }
 
 
 def is_complete(folder: Path, job: Job, overwrite: bool) -> bool:
-    """Is this job done already? DataError if the folder must not be written to."""
+    """Is this job done already, but perhaps for label sets? DataError if the folder must not be written to."""
     if not folder.exists():
         return False
     if not folder.is_dir():
@@ -111,6 +112,8 @@ def is_complete(folder: Path, job: Job, overwrite: bool) -> bool:
     if MANIFEST not in names and _JOB not in names:
         raise DataError(f"{folder}: has lost its {MANIFEST}; put it back{start_anew}")
     there = _read_source(folder).get("job") if MANIFEST in names else _read_json(folder / _JOB)
+    if MANIFEST in names and _differ_in_label_sets_only(there, job):
+        return True
     if there != job:
         state = "prepared" if MANIFEST in names else "begun"
         raise DataError(f"{folder}: was {state} differently: {_differences(there, job)}{start_anew}")
@@ -150,6 +153,19 @@ def write_source(folder: Path, job: Job, skipped: int) -> None:
     write_whole(folder / _SOURCE, _as_json({"job": job, "skipped": skipped}))
 
 
+def missing_label_sets(folder: Path, job: Job) -> list[str]:
+    """Which label sets of the job a complete split was made without."""
+    there = _read_source(folder).get("job", {}).get("labels", {})
+    return [name for name in job["labels"] if name not in there]
+
+
+def note_label_sets(folder: Path, job: Job) -> None:
+    """A complete split has the label sets of this job, too, now."""
+    source = _read_source(folder)
+    source["job"]["labels"] = dict(sorted({**source["job"]["labels"], **job["labels"]}.items()))
+    write_whole(folder / _SOURCE, _as_json(source))
+
+
 def skipped_count(folder: Path) -> int:
     """How many images a complete split left out."""
     count = _read_source(folder).get("skipped")
@@ -160,7 +176,8 @@ def forget_work(folder: Path) -> None:
     """The manifest says it all now: remove what only served to go on after an interrupt."""
     for path in folder.glob("shard-*.done"):
         path.unlink()
-    (folder / _JOB).unlink(missing_ok=True)
+    if (folder / _JOB).exists():  # to delete what is absent is an error, too, where nothing may be written
+        (folder / _JOB).unlink()
 
 
 @contextmanager
@@ -193,6 +210,15 @@ def _refuse_what_is_not_ours(folder: Path, names: set[str]) -> None:
     raise DataError(
         f"{folder}: not empty, and not made by `sopdist prepare` (it has {some}); choose another --out or empty it"
     )
+
+
+def _differ_in_label_sets_only(there: Any, wanted: Job) -> bool:
+    """Are these the same samples, with the same labels in the sets that both have? Others need no other shards."""
+    if not isinstance(there, dict) or not isinstance(there.get("labels"), dict):
+        return False
+    both = there["labels"].keys() & wanted["labels"].keys()
+    same = all(there["labels"][name] == wanted["labels"][name] for name in both)
+    return same and {**there, "labels": None} == {**wanted, "labels": None}
 
 
 def _differences(there: Any, wanted: Job) -> str:

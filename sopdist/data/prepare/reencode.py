@@ -24,15 +24,6 @@ _STORED = ("JPEG", "PNG", "WEBP")
 _CONVERTED = ("GIF", "BMP", "TIFF")
 _PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")  # what a PNG holds without loss
 _PNG_LEVEL = 6  # named, so that another default of Pillow changes nothing
-_UNDO_ORIENTATION = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
 
 
 class Encoded(NamedTuple):
@@ -45,7 +36,8 @@ class Encoded(NamedTuple):
 def fit_for_shard(content: bytes, short_side: int | None = None, quality: int = QUALITY) -> Encoded:
     """JPEG, PNG and WebP as they are, GIF, BMP and TIFF as PNG; with `short_side` as JPEG of at most that size.
 
-    ImageError says why an image cannot be used. What is small enough already is never decoded.
+    ImageError says why an image cannot be used. What is small enough already is never decoded. To be called inside of
+    strict_pillow, which sets the limits.
     """
     try:
         header = read_header(content)
@@ -54,16 +46,6 @@ def fit_for_shard(content: bytes, short_side: int | None = None, quality: int = 
     if short_side is None or min(header.width, header.height) <= short_side:
         return Encoded(header.format, content)
     return Encoded(JPEG, _shrink(content, header, short_side, quality))
-
-
-def to_rgb(image: Image.Image) -> Image.Image:
-    """8-bit RGB as the decoders of training see it: transparency is dropped, 16-bit grey keeps its upper byte."""
-    if image.mode == "F":
-        raise ImageError("floating-point pixels, whose range is not known")
-    if image.mode.startswith("I"):  # Pillow's own conversion would cut everything above 255
-        grey = np.clip(np.asarray(image).astype(np.int64) >> 8, 0, 255).astype(np.uint8)
-        return Image.fromarray(grey).convert("RGB")
-    return image.convert("RGB")
 
 
 def encode_png(image: Image.Image) -> bytes:
@@ -75,33 +57,38 @@ def encode_png(image: Image.Image) -> bytes:
 
 @contextmanager
 def strict_pillow() -> Iterator[None]:
-    """Pillow's warning of decompression bombs becomes an error, and its others, which name no file, are not shown.
+    """Pillow refuses as many pixels as we do. Its warnings, which name no file, are not shown.
 
-    Warning filters belong to the whole process: enter this once, before threads start that decode.
+    Limit and warning filters belong to the whole process: enter this once, before threads start that decode.
     """
+    limit = Image.MAX_IMAGE_PIXELS
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module=r"PIL\.")
         warnings.simplefilter("error", Image.DecompressionBombWarning)
-        yield
+        Image.MAX_IMAGE_PIXELS = MAX_PIXELS
+        try:
+            yield
+        finally:
+            Image.MAX_IMAGE_PIXELS = limit
 
 
 def _shrink(content: bytes, header: ImageHeader, short_side: int, quality: int) -> bytes:
+    from ..decode.images import to_rgb, upright  # here, because it loads torch: most runs have no need of it
+
     with _decoding(), Image.open(io.BytesIO(content), formats=_STORED) as image:
         width, height = _shrunk(image.size, short_side)
         # A JPEG decoder halves at next to no cost. Stop at twice the final size: the rest is for the better filter.
         image.draft(None, (2 * width, 2 * height))
         rgb = to_rgb(image).resize((width, height), Image.Resampling.BICUBIC)
         # By our own reading of the header, which the decoders of training share; Pillow also believes XMP.
-        if header.orientation in _UNDO_ORIENTATION:
-            rgb = rgb.transpose(_UNDO_ORIENTATION[header.orientation])
-        return _encode_jpeg(rgb, quality)
+        return _encode_jpeg(Image.fromarray(upright(np.asarray(rgb), header.orientation)), quality)
 
 
 def _convert(content: bytes, reason: ImageError, short_side: int | None, quality: int) -> Encoded:
     """GIF, BMP or TIFF, first frame; for all others `reason`, why the header was refused, stands."""
+    from ..decode.images import to_rgb
+
     with _decoding(), _open_other(content, reason) as opened:
-        if opened.width * opened.height > MAX_PIXELS:
-            raise ImageError(f"{opened.width} x {opened.height} pixels, more than the {MAX_PIXELS:,} allowed")
         image = ImageOps.exif_transpose(opened)
         if short_side is None:
             return Encoded(PNG, encode_png(image if image.mode in _PNG_MODES else to_rgb(image)))
@@ -138,6 +125,6 @@ def _decoding() -> Iterator[None]:
     except (ImageError, MemoryError):
         raise
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
-        raise ImageError(f"more than the {Image.MAX_IMAGE_PIXELS:,} pixels that Pillow decodes") from None
+        raise ImageError(f"more than the {Image.MAX_IMAGE_PIXELS:,} pixels allowed") from None
     except Exception as error:  # damaged bytes make a decoder raise nearly anything
         raise ImageError(f"cannot be decoded: {error}") from None

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from ..errors import DataError
 from ..labels import CLEAN, GIVEN
 from .lists import content_of, find_files, read_names, root_of
-from .source import SourceSplit
+from .source import SourceSplit, asked_for
 from .unpickle import load_pickle, load_torch
 
 _PIXELS = 3 * 32 * 32
@@ -69,10 +69,12 @@ class Cifar:
 
     def find_splits(self, args: argparse.Namespace) -> list[SourceSplit]:
         """train and test."""
-        version, files = self._find_version(root_of(args))
+        wanted = asked_for(tuple(self.python.splits), args.splits)
+        version, files = self._find_version(root_of(args), wanted)
         classes = self._class_names(version, files)
         splits = []
-        for split, names in version.splits.items():
+        for split in wanted:
+            names = version.splits[split]
             parts = [self._read_part(version, files[name]) for name in names]
             pixels, labels = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
             origin = {"source": self.name, "files": list(names)}
@@ -84,11 +86,11 @@ class Cifar:
             splits.append(SourceSplit(self.name, split, classes, paths, sets, partial(_read_png, pixels), origins))
         return splits
 
-    def _find_version(self, root: Path) -> tuple[_Version, dict[str, Path]]:
+    def _find_version(self, root: Path, splits: list[str]) -> tuple[_Version, dict[str, Path]]:
         """The version that is there, and where its files are. With both, Python's: pixels and labels are the same."""
         complaints = []
         for version in (self.python, self.binary):
-            files = [*(name for names in version.splits.values() for name in names), version.names]
+            files = [*(name for split in splits for name in version.splits[split]), version.names]
             folders = [root / version.folder, root]
             # If only some files are missing, it is this version that someone has to complete.
             if any((folder / name).is_file() for folder in folders for name in files):

@@ -16,6 +16,7 @@ train is known for the images that people labelled, too, and -1 for all others.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from numpy.typing import NDArray
 from ..errors import DataError
 from ..labels import CLEAN, GIVEN, UNKNOWN
 from .lists import find_files, read_labelled, read_names, read_paths, reader, root_of
-from .source import SourceSplit
+from .source import SourceSplit, asked_for
 
 CLASSES = 14
 _DATASET = "clothing1m"
@@ -37,7 +38,6 @@ _KEY_LISTS = {
     "val": "clean_val_key_list.txt",
     "test": "clean_test_key_list.txt",
 }
-_FILES = (_NAMES, _NOISY, _CLEAN, *_KEY_LISTS.values())
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,16 +47,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def find_splits(args: argparse.Namespace) -> list[SourceSplit]:
     """train, clean_train, val and test."""
     root = root_of(args)
-    files = _find_lists(root)
+    names = asked_for(tuple(_KEY_LISTS), args.splits)
+    kv_of = {name: _NOISY if name == "train" else _CLEAN for name in names}
+    kv_names = dict.fromkeys((*kv_of.values(), _CLEAN))  # some images of train have a clean label, too
+    files = _find_lists(root, (_NAMES, *kv_names, *(_KEY_LISTS[name] for name in names)))
     classes = read_names(files[_NAMES], CLASSES)
-    noisy, clean = (read_labelled(files[name], CLASSES) for name in (_NOISY, _CLEAN))
+    labels_in = {kv: read_labelled(files[kv], CLASSES) for kv in kv_names}
+    clean = labels_in[_CLEAN]
 
-    lists = {name: read_paths(files[file]) for name, file in _KEY_LISTS.items()}
-    drop = _prefix_to_drop(root, lists["train"])
+    lists = {name: read_paths(files[_KEY_LISTS[name]]) for name in names}
+    drop = _prefix_to_drop(root, lists[names[0]])
     splits = []
     for name, lines in lists.items():
-        kv, label_of = (_NOISY, noisy) if name == "train" else (_CLEAN, clean)
-        given = _labels_of(lines, label_of, files[_KEY_LISTS[name]], files[kv])
+        kv = kv_of[name]
+        given = _labels_of(lines, labels_in[kv], files[_KEY_LISTS[name]], files[kv])
         labels = {GIVEN: given}
         origins: dict[str, dict[str, Any]] = {GIVEN: {"source": _DATASET, "file": kv}}
         cleaned = np.fromiter((clean.get(path, UNKNOWN) for path in lines), np.int64, len(lines))
@@ -79,12 +83,12 @@ def _labels_of(lines: dict[str, int], label_of: dict[str, int], list_path: Path,
         raise DataError(f"{list_path}, line {lines[path]}: {path!r} has no label in {kv_path}") from None
 
 
-def _find_lists(root: Path) -> dict[str, Path]:
+def _find_lists(root: Path, names: Sequence[str]) -> dict[str, Path]:
     folders = [root, root / "annotations"]
     if root.name == _IMAGES:  # the images folder itself: its lists may lie beside it
         folders += [root.parent, root.parent / "annotations"]
     try:
-        return find_files(_FILES, folders)
+        return find_files(names, folders)
     except DataError as error:
         split_folders = [name for name in ("noisy_train", *_KEY_LISTS) if (root / name).is_dir()]
         if not split_folders:

@@ -24,14 +24,15 @@ from numpy.typing import NDArray
 from ..errors import DataError
 from ..labels import CLEAN, GIVEN
 from .digits import read_grey
-from .lists import root_of
-from .source import SourceSplit
+from .lists import content_of, find_files, root_of
+from .source import SourceSplit, asked_for
 
 CLASSES = (
     "T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot",
 )  # fmt: skip
 _DATASET = "fashion-mnist"
 _DEBIAN = Path("/usr/share/datasets/fashion-mnist")
+_FOLDERS = ("", "FashionMNIST/raw", "raw")
 _SIDE = 28
 _SPLITS = {"train": "train", "test": "t10k"}
 _IMAGES, _LABELS = "images-idx3-ubyte", "labels-idx1-ubyte"
@@ -43,10 +44,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def find_splits(args: argparse.Namespace) -> list[SourceSplit]:
     """train and test."""
-    files = _find_files(_DEBIAN if args.root is None else root_of(args), args.root is not None)
+    root = _DEBIAN if args.root is None else root_of(args)
+    wanted = asked_for(tuple(_SPLITS), args.splits)
+    names = [f"{_SPLITS[name]}-{kind}" for name in wanted for kind in (_IMAGES, _LABELS)]
+    try:
+        files = find_files(names, [root / folder for folder in _FOLDERS], suffixes=("", ".gz"))
+    except DataError as error:
+        if args.root is not None:
+            raise
+        raise DataError(
+            f"{error}; name their folder with --root, or install Debian's package dataset-fashion-mnist"
+        ) from None
     splits = []
-    for name, prefix in _SPLITS.items():
-        images_path, labels_path = (files[f"{prefix}-{kind}"] for kind in (_IMAGES, _LABELS))
+    for name in wanted:
+        images_path, labels_path = (files[f"{_SPLITS[name]}-{kind}"] for kind in (_IMAGES, _LABELS))
         pixels, labels = read_idx(images_path, (_SIDE, _SIDE)), read_idx(labels_path, ())
         if len(pixels) != len(labels):
             raise DataError(f"{images_path} has {len(pixels):,} images, {labels_path} has {len(labels):,} labels")
@@ -92,25 +103,8 @@ def read_idx(path: Path, shape: tuple[int, ...]) -> NDArray[np.uint8]:
 
 
 def _content(path: Path) -> bytes:
+    content = content_of(path)
     try:
-        return gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        return gzip.decompress(content) if path.suffix == ".gz" else content
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise DataError(f"{path}: damaged or cut short ({error}); copy it again") from None
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
-
-
-def _find_files(root: Path, asked: bool) -> dict[str, Path]:
-    """File of each name, packed or not; the error names all that are missing."""
-    names = [f"{prefix}-{kind}" for prefix in _SPLITS.values() for kind in (_IMAGES, _LABELS)]
-    places = [root / folder / f"{name}{suffix}"
-              for name in names for folder in ("", "FashionMNIST/raw", "raw") for suffix in ("", ".gz")]  # fmt: skip
-    found: dict[str, Path] = {}
-    for path in places:
-        if path.is_file():
-            found.setdefault(path.name.removesuffix(".gz"), path)
-    missing = [f"{name}.gz" for name in names if name not in found]
-    if missing:
-        hint = "" if asked else "; name their folder with --root, or install Debian's package dataset-fashion-mnist"
-        raise DataError(f"{root}: missing: {', '.join(missing)}{hint}")
-    return found

@@ -37,7 +37,7 @@ _ALL_CLASSES = 1000
 _IMAGE_FOLDERS = ("val", "ILSVRC2012_img_val", ".")
 _KIT_FOLDERS = ("ILSVRC2012_devkit_t12/data", "ILSVRC2012_devkit_t12", "devkit/data", "data", ".")
 _META, _TRUTH, _VAL_LIST = "meta.mat", "ILSVRC2012_validation_ground_truth.txt", "val.txt"
-_IMAGE = "ILSVRC2012_val_{:08d}.JPEG"
+_IMAGE, _ANY_IMAGE = "ILSVRC2012_val_{:08d}.JPEG", "ILSVRC2012_val_*.JPEG"
 _WNID = re.compile(r"n\d{8}")
 
 
@@ -96,10 +96,10 @@ def _find_images(root: Path, synsets: dict[str, str], wnids: list[str], synsets_
     for folder in _IMAGE_FOLDERS:
         if any((root / folder / wnid).is_dir() for wnid in wnids):
             return _in_class_folders(root, folder, wnids), f"{folder}/WNID"
-    flat = next((folder for folder in _IMAGE_FOLDERS if any((root / folder).glob("ILSVRC2012_val_*.JPEG"))), None)
+    flat = next((folder for folder in _IMAGE_FOLDERS if any((root / folder).glob(_ANY_IMAGE))), None)
     if flat is None:
         looked = ", ".join(str(root / folder) for folder in _IMAGE_FOLDERS)
-        raise DataError(f"no ILSVRC2012_val_*.JPEG and no class folders such as {wnids[0]}; looked in {looked}")
+        raise DataError(f"no {_ANY_IMAGE} and no class folders such as {wnids[0]}; looked in {looked}")
     val_list = next((path for path in (root / _VAL_LIST, root / flat / _VAL_LIST) if path.is_file()), None)
     try:
         kit = find_files([_META, _TRUTH], [root / folder for folder in _KIT_FOLDERS])
@@ -109,8 +109,23 @@ def _find_images(root: Path, synsets: dict[str, str], wnids: list[str], synsets_
                 f"nothing says the classes of the images in {root / flat}: there is no {_VAL_LIST} in {root}, and of "
                 f"the development kit are {error}"
             ) from None
-        return _by_val_list(val_list, flat, synsets, synsets_path), _VAL_LIST
-    return _by_kit(kit[_META], kit[_TRUTH], flat, wnids), _TRUTH
+        images = _by_val_list(val_list, flat, synsets, synsets_path)
+        _refuse_cut_short(root / flat, images, val_list)
+        return images, _VAL_LIST
+    images = _by_kit(kit[_META], kit[_TRUTH], flat, wnids)
+    _refuse_cut_short(root / flat, images, kit[_TRUTH])
+    return images, _TRUTH
+
+
+def _refuse_cut_short(folder: Path, listed: list[_Image], list_path: Path) -> None:
+    """Images that are missing are noticed when they are to be read; lines that are missing only here."""
+    there = {path.name for path in folder.glob(_ANY_IMAGE)}
+    unlisted = there - {image.name for image in listed}
+    if unlisted:
+        raise DataError(
+            f"{list_path}: says the classes of {len(listed):,} images, but {folder} has {len(there):,}, and "
+            f"{len(unlisted):,} of them are not listed, e.g. {min(unlisted)}; is the file cut short?"
+        )
 
 
 def _in_class_folders(root: Path, folder: str, wnids: list[str]) -> list[_Image]:

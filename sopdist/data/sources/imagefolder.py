@@ -12,9 +12,10 @@ or, if all folders of --root are called train, val or test,
 Images are files that end with .jpg .jpeg .jpe .jfif .png .webp .gif .bmp .tif or .tiff, in capitals, too; what they
 really are is decided by their content. Classes are the names of the folders, sorted by their bytes (so Z comes before
 a), and so are the images of a class: the order is the same on every machine. Hidden files and folders (.name) are
-ignored, other files are left out and counted. Links to folders are followed, but no folder is entered twice.
+ignored, other files are left out and counted. Links to folders are followed, but in a split no folder is entered twice:
+what lies in the folder of a class is of that class, whatever links lead there.
 
-Splits: those that are there. Label set: given.
+Splits: those that are there; where that is train and no val, --val SHARE holds one out. Label set: given.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def find_splits(args: argparse.Namespace) -> list[SourceSplit]:
     for name, place in places.items():
         classes = classes_of[root / place]
         _check_classes(root / place, classes, reference, classes_of[reference])
-        images = [_images_under(root, posixpath.join(place, folder), others) for folder in classes]
+        images = _images_of(root, place, classes, others)
         paths = list(itertools.chain.from_iterable(images))
         splits.append(
             SourceSplit(
@@ -94,21 +95,46 @@ def _split_places(root: Path) -> dict[str, str]:
     return {_TRAIN: ""}
 
 
-def _images_under(root: Path, start: str, others: Counter[str]) -> list[str]:
-    """All images in the folder `start` and below, relative to `root`, sorted by their bytes."""
-    images: list[str] = []
-    seen = {_identity(root)}
-    waiting = [start]
-    while waiting:
-        folder = waiting.pop()
+def _images_of(root: Path, place: str, classes: list[str], others: Counter[str]) -> list[list[str]]:
+    """The images of each class of the split in `place`, relative to `root` and sorted by their bytes.
+
+    A link may lead into another class. So all that can be reached without links is taken first, and a link then finds
+    what is left.
+    """
+    images: list[list[str]] = [[] for _ in classes]
+    seen = {_identity(root), _identity(root / place)}
+    waiting: list[tuple[int, str]] = []  # class, folder
+    for label, name in enumerate(classes):
+        folder = posixpath.join(place, name)
         identity = _identity(root / folder)
-        if identity in seen:  # a link that leads back, or to where another led already
-            continue
+        if identity in seen:
+            raise DataError(f"{root / folder}: is a link to the folder of another class, or to one above it; remove it")
         seen.add(identity)
-        folders, files = _entries(root / folder, others)
-        images += (f"{folder}/{name}" for name in files)
-        waiting += (f"{folder}/{name}" for name in reversed(folders))
-    return sorted(images, key=os.fsencode)
+        waiting.append((label, folder))
+    while waiting:
+        links = []
+        for label, start in waiting:
+            below = [start]
+            while below:
+                folder = below.pop()
+                folders, files = _entries(root / folder, others)
+                images[label] += (f"{folder}/{name}" for name in files)
+                for path in (f"{folder}/{name}" for name in folders):
+                    if (root / path).is_symlink():
+                        links.append((label, path))
+                    elif _is_new(root / path, seen):
+                        below.append(path)
+        waiting = [(label, path) for label, path in links if _is_new(root / path, seen)]
+    return [sorted(group, key=os.fsencode) for group in images]
+
+
+def _is_new(folder: Path, seen: set[tuple[int, int]]) -> bool:
+    """Not entered before; from now on it is."""
+    identity = _identity(folder)
+    if identity in seen:
+        return False
+    seen.add(identity)
+    return True
 
 
 def _entries(folder: Path, others: Counter[str]) -> tuple[list[str], list[str]]:
@@ -149,10 +175,11 @@ def _identity(folder: Path) -> tuple[int, int]:
 
 
 def _check_classes(folder: Path, found: list[str], reference: Path, classes: list[str]) -> None:
-    unknown = [name for name in found if name not in set(classes)]
+    found_set, classes_set = set(found), set(classes)
+    unknown = [name for name in found if name not in classes_set]
     if unknown:
         raise DataError(f"{folder}: has classes that {reference} does not have: {', '.join(map(repr, unknown[:5]))}")
-    lacking = [name for name in classes if name not in set(found)]
+    lacking = [name for name in classes if name not in found_set]
     if lacking:
         raise DataError(
             f"{folder}: lacks classes of {reference}: {', '.join(map(repr, lacking[:5]))}; if there are no images of "

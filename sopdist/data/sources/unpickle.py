@@ -21,7 +21,6 @@ from ..errors import DataError
 
 _MAX_BYTES = 1 << 30  # of a pickle in a zip, which may claim anything; CIFAR-N has 2.4 MB
 _NUMBERS = re.compile(r"b1|[iu][1248]|f[248]")  # dtypes without pointers, text or fields
-_LEGACY_TORCH_MAGIC = 0x1950A86A20F9469CFC6C  # the first of the pickles in a row that torch wrote before 1.6
 
 
 def load_pickle(content: bytes, where: str) -> dict[str, Any]:
@@ -33,15 +32,13 @@ def load_pickle(content: bytes, where: str) -> dict[str, Any]:
 
 
 def load_torch(content: bytes, where: str) -> dict[str, Any]:
-    """Read a dictionary of NumPy arrays that `torch.save` wrote, in its zip format or the one before."""
-    if zipfile.is_zipfile(io.BytesIO(content)):
-        return load_pickle(_zipped_pickle(content, where), where)
-    file = io.BytesIO(content)
-    if _Unpickler(file, where).load() != _LEGACY_TORCH_MAGIC:
-        raise DataError(f"{where}: not a file of torch.save; download it again")
-    for _ in ("version of the format", "facts about the machine"):
-        _Unpickler(file, where).load()
-    return _as_fields(_Unpickler(file, where).load(), where)
+    """Read a dictionary of NumPy arrays that `torch.save` wrote, since torch 1.6, as a zip."""
+    if not zipfile.is_zipfile(io.BytesIO(content)):
+        raise DataError(
+            f"{where}: not a file of torch.save; download it again, or, if a torch before 1.6 wrote it, load and save "
+            "it with a later one"
+        )
+    return load_pickle(_zipped_pickle(content, where), where)
 
 
 def _zipped_pickle(content: bytes, where: str) -> bytes:

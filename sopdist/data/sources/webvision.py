@@ -28,9 +28,10 @@ from typing import Any
 from ..errors import DataError
 from ..labels import CLEAN, GIVEN
 from .lists import as_labels, find_file, numbered_lines, read_labelled, reader, root_of
-from .source import SourceSplit
+from .source import SourceSplit, asked_for
 
 MINI_CLASSES = 50
+_TRAIN_SPLIT, _VAL_SPLIT = "train", "val"
 _MINI, _GOOGLE, _FULL = "mini", "google", "full"
 _ALL, _VAL, _SYNSETS = "train_filelist_all.txt", "val_filelist.txt", "synsets.txt"
 _TRAIN_FOLDERS = ("google", "flickr")
@@ -55,21 +56,17 @@ def find_splits(args: argparse.Namespace) -> list[SourceSplit]:
     if below > len(classes):
         raise DataError(f"{synsets_path}: {len(classes)} classes, mini WebVision takes the first {MINI_CLASSES}")
 
-    train: dict[str, int] = {}
-    train_files = _train_files(subset, info)
-    for path, folder in train_files.items():
-        train.update(_placed(read_labelled(path, len(classes), below), path, folder))
-    for folder in dict.fromkeys(image.split("/", 1)[0] for image in train):
-        _check_folder(root / folder)
-    val_path = find_file(_VAL, info)
-    val = _placed(read_labelled(val_path, len(classes), below), val_path, _VAL_FOLDER)
-    _check_folder(root / _VAL_FOLDER)
-
     splits = []
-    for name, images, files in (("train", train, list(train_files)), ("val", val, [val_path])):
+    for name in asked_for((_TRAIN_SPLIT, _VAL_SPLIT), args.splits):
+        files = _train_files(subset, info) if name == _TRAIN_SPLIT else {find_file(_VAL, info): _VAL_FOLDER}
+        images: dict[str, int] = {}
+        for path, folder in files.items():
+            images.update(_placed(read_labelled(path, len(classes), below), path, folder))
+        for top in dict.fromkeys(image.split("/", 1)[0] for image in images):
+            _check_folder(root / top)
         labels = as_labels(images)
         origin: dict[str, Any] = {"source": "webvision", "subset": subset, "files": [path.name for path in files]}
-        sets = [GIVEN] if name == "train" else [GIVEN, CLEAN]
+        sets = [GIVEN] if name == _TRAIN_SPLIT else [GIVEN, CLEAN]
         paths = list(images)
         splits.append(
             SourceSplit(
