@@ -121,7 +121,7 @@ class _PilTransform:
 
     def __call__(self, image: Image.Image) -> torch.Tensor:
         width, height = (np.array([side]) for side in image.size)
-        boxes, mirror = self.recipe.training_boxes(width, height, np.array([[random.random() for _ in range(5)]]))
+        boxes, mirror = self.recipe.training_boxes(width, height, np.array([[random.random() for _ in range(23)]]))
         x, y, width, height = boxes[0].tolist()
         size = (self.recipe.size, self.recipe.size)
         image = image.crop((x, y, x + width, y + height)).resize(size, Image.Resampling.BILINEAR)

@@ -16,8 +16,8 @@ _VIEWS = 4
 _MAX_EPOCH = (1 << 32) // (4 * _VIEWS)
 
 # Which uniforms serve what. A block is four words; new purposes take new blocks.
-GEOMETRY = slice(0, 8)
-POLICY = slice(8, 32)
+GEOMETRY = slice(0, 24)
+POLICY = slice(24, 44)
 
 
 def uniforms(

@@ -54,15 +54,16 @@ class Recipe:
     def training_boxes(
         self, width: Sides, height: Sides, uniforms: NDArray[np.float64]
     ) -> tuple[Boxes, NDArray[np.bool_]]:
-        """The boxes, and whether to mirror. `uniforms`, (B, 5 or more): place in x, in y, mirror, area, aspect."""
-        at_x, at_y, mirror, area, aspect = uniforms.T[:5]
+        """The boxes, and whether to mirror. `uniforms` is (B, 23 or more): place in x, in y, mirror, ten areas and
+        ten aspect ratios."""
+        at_x, at_y, mirror = uniforms.T[:3]
         if self.crop == "shift":
             x, y = (np.floor(at * (2 * self.padding + 1)) - self.padding for at in (at_x, at_y))
             box_width, box_height = width, height
         else:
             box_width, box_height = self._window(width, height)
             if self.crop == "area":
-                box_width, box_height = self._random_area(width, height, area, aspect)
+                box_width, box_height = self._random_area(width, height, uniforms[:, 3:13], uniforms[:, 13:23])
             x, y = np.floor(at_x * (width - box_width + 1)), np.floor(at_y * (height - box_height + 1))
         boxes = np.stack([x, y, box_width, box_height], axis=1).astype(np.int32)  # (B, 4)
         return boxes, (mirror < 0.5) & self.flip
@@ -82,14 +83,21 @@ class Recipe:
     def _random_area(
         self, width: Sides, height: Sides, area: NDArray[np.float64], aspect: NDArray[np.float64]
     ) -> tuple[Sides, Sides]:
-        """Area uniform, aspect ratio log-uniform; a side that would not fit is cut to fit, instead of drawing again."""
+        """Area uniform, aspect ratio log-uniform: the first of ten draws that fits, as torchvision and DALI do it.
+
+        If none does, which takes a very long or high image, the largest box of an allowed shape.
+        """
+        width, height = width[:, None], height[:, None]
         low, high = self.area
-        target = width * height * (low + area * (high - low))
-        low, high = np.log2(self.aspect)
-        ratio = np.exp2(low + aspect * (high - low))
-        box_width = np.clip(np.rint(np.sqrt(target * ratio)).astype(np.int64), 1, width)
-        box_height = np.clip(np.rint(np.sqrt(target / ratio)).astype(np.int64), 1, height)
-        return box_width, box_height
+        target = width * height * (low + area * (high - low))  # (B, 10)
+        narrow, wide = self.aspect
+        ratio = np.exp2(np.log2(narrow) + aspect * (np.log2(wide) - np.log2(narrow)))
+        last_width, last_height = np.minimum(width, np.rint(height * wide)), np.minimum(height, np.rint(width / narrow))
+        widths = np.concatenate([np.rint(np.sqrt(target * ratio)), last_width], axis=1).clip(1).astype(np.int64)
+        heights = np.concatenate([np.rint(np.sqrt(target / ratio)), last_height], axis=1).clip(1).astype(np.int64)
+        chosen = ((widths <= width) & (heights <= height)).argmax(axis=1, keepdims=True)  # the first
+        take = np.take_along_axis
+        return take(widths, chosen, axis=1)[:, 0], take(heights, chosen, axis=1)[:, 0]
 
 
 def find_recipe(recipe: str | Recipe) -> Recipe:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from concurrent.futures import Future
 
@@ -15,7 +16,7 @@ from ..errors import ImageError
 from ..split import Split
 from .buffers import BufferPool
 from .images import decode_image
-from .pixels import Normalizer, crop
+from .pixels import Normalizer, Pixels, crop
 from .request import BadSample, Decoded, Encoded, Request, bad_sample, choose_boxes, read_sample
 from .strong import strong_view
 from .workers import Workers
@@ -36,6 +37,7 @@ class CpuDecoder:
         self._max_pixels = max_pixels
         self._normalize = Normalizer(recipe.mean, recipe.std)
         self._workers = Workers(threads, "sopdist-decode")
+        self._of_thread = threading.local()
         self._buffers = BufferPool()
         self._pending: deque[tuple[list[View], list[Future[Bad]]]] = deque()
 
@@ -84,8 +86,7 @@ class CpuDecoder:
         boxes = choose_boxes(
             self._recipe, [sample.header for _, sample in good], [numbers[places] for numbers in request.uniforms]
         )
-        side = self._recipe.size
-        cut = np.zeros((len(views), chunk.stop - chunk.start, side, side, 3), np.uint8)
+        cut = self._scratch(len(views))
         for number, (place, sample) in enumerate(good):
             try:
                 pixels = decode_image(*sample)
@@ -94,10 +95,19 @@ class CpuDecoder:
                 continue
             for view, (box, mirror) in enumerate(boxes):
                 crop(pixels, box[number], bool(mirror[number]), cut[view, place - chunk.start])
-        self._normalize(cut[0], views[0][chunk])
+            self._normalize(cut[0, place - chunk.start], views[0][place])
         if self._strong is not None and request.draws is not None:
-            strong_view(cut[1], request.draws[chunk], self._strong, self._normalize, views[1][chunk])
+            strong = cut[1, : chunk.stop - chunk.start]
+            strong_view(strong, request.draws[chunk], self._strong, self._normalize, views[1][chunk])
         for place in bad:
             for target in views:
                 target[place] = 0
         return bad
+
+    def _scratch(self, views: int) -> Pixels:
+        """Memory of this thread for the pictures of a chunk, (views, _CHUNK, size, size, 3); fresh memory is slow."""
+        if not hasattr(self._of_thread, "cut"):
+            side = self._recipe.size
+            self._of_thread.cut = np.zeros((views, _CHUNK, side, side, 3), np.uint8)
+        cut: Pixels = self._of_thread.cut
+        return cut

@@ -11,12 +11,12 @@ a sample never depends on its company.
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -104,6 +104,8 @@ class DaliDecoder:
 
     def discard(self) -> None:
         """Forget all batches; those inside DALI have to be finished first."""
+        if sys.is_finalizing():  # an epoch was left unfinished until the very end: DALI is gone already
+            return
         while self._reading:
             for future in self._reading.popleft().reading:
                 future.cancel()
@@ -127,8 +129,10 @@ class DaliDecoder:
                 workers.close()
 
     def held_bytes(self) -> int:
-        """Encoded batches inside DALI, and buffers of decoded ones."""
-        return self._buffers.held_bytes() + sum(data.nbytes for work in self._running for data in work.encoded)
+        """Encoded batches and pictures inside DALI, and buffers of strong views."""
+        encoded = sum(data.nbytes for work in self._running for data in work.encoded)
+        pictures = len(self._running) * self._batch * self._views * self._recipe.size**2 * 3 * 4
+        return encoded + pictures + self._buffers.held_bytes()
 
     @contextmanager
     def _keeping_step(self) -> Iterator[None]:
@@ -186,23 +190,11 @@ class DaliDecoder:
         self._pipeline.schedule_run()
 
     def _outputs(self) -> list[Tensor]:
-        """Wait for what was started first; the tensors are ours to keep."""
+        """Wait for what was started first. The tensors are ours to keep: DALI's default executor gives memory away."""
         outputs = self._pipeline.share_outputs()
-        try:
-            return [self._copy(output.as_tensor()) for output in outputs]
-        finally:
-            self._pipeline.release_outputs()
-
-    def _copy(self, output: Any) -> Tensor:
-        """DALI uses its memory again for the batch after next."""
-        if self._device is not None:
-            copy = torch.from_dlpack(output).clone()
-            torch.cuda.current_stream(self._device).synchronize()  # before DALI gets its memory back
-            return copy
-        array = np.asarray(output)
-        buffer = self._buffers.take(array.shape, array.dtype)
-        np.copyto(buffer, array)
-        return torch.from_numpy(buffer)
+        tensors = [torch.from_dlpack(output.as_tensor()) for output in outputs]
+        self._pipeline.release_outputs()
+        return tensors
 
     def _decoded(self, work: _Work, views: list[Tensor]) -> Decoded:
         if self._strong is not None and work.request.draws is not None:

@@ -21,7 +21,7 @@ class Request:
     """A batch to be decoded."""
 
     index: NDArray[np.int64]  # (B,)
-    uniforms: tuple[NDArray[np.float64], ...]  # (B, 8) for each view; none: the single view of an evaluation
+    uniforms: tuple[NDArray[np.float64], ...]  # (B, 24) for each view; none: the single view of an evaluation
     draws: NDArray[np.float64] | None = None  # (B, POLICY_DRAWS): of the strong view, which is the second
 
     @property
