@@ -47,7 +47,7 @@ class Sizes(NamedTuple):
     plan_samples: int
 
 
-FULL = Sizes(images=1024, batch=64, batches=12, rounds=9, resume_step=10_000, plan_samples=14_000_000)
+FULL = Sizes(images=1024, batch=64, batches=10, rounds=15, resume_step=10_000, plan_samples=14_000_000)
 QUICK = Sizes(images=48, batch=8, batches=2, rounds=1, resume_step=100, plan_samples=200_000)
 
 

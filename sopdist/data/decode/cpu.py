@@ -21,7 +21,7 @@ from .request import BadSample, Decoded, Encoded, Request, bad_sample, choose_bo
 from .strong import strong_view
 from .workers import Workers
 
-_CHUNK = 8  # images a thread takes at a time: few enough to share a batch, enough to make NumPy calls worth it
+_CHUNK = 16  # images a thread takes at a time: few enough to share a batch, enough to make NumPy calls worth it
 
 Bad = dict[int, BadSample]
 View = NDArray[np.float32]  # (B, size, size, 3)
