@@ -1,0 +1,216 @@
+"""Typed configs: a YAML file and `key=value` overrides become nested dataclasses, or an error that names the key.
+
+A section is a frozen dataclass that lives beside the code that it configures. The comment beside a field is its
+documentation, in the source and in `--help-config` alike. This file knows no section.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+import inspect
+import io
+import textwrap
+import tokenize
+import types
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+
+import yaml
+
+Section = TypeVar("Section")
+
+
+class ConfigError(Exception):
+    """A wrong config. The message names the key, the value and what is allowed."""
+
+
+def load_config(kind: type[Section], path: Path, overrides: Sequence[str] = ()) -> Section:
+    """Read a YAML file, apply `key=value` overrides in order, and check everything against `kind`."""
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
+    tree = {} if tree is None else tree
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: must consist of `section:` lines, found {type(tree).__name__}")
+    for override in overrides:
+        _apply(tree, override)
+    return build(kind, tree)
+
+
+def build(kind: type[Section], tree: Mapping[Any, Any], where: str = "") -> Section:
+    """Make a section, and those inside of it, out of plain values."""
+    fields = {field.name: field for field in dataclasses.fields(cast(Any, kind))}
+    for key in tree:
+        if key not in fields:
+            raise ConfigError(f"{where}{key}: no such key; {_nearest(str(key), fields, where)}")
+    hints = get_type_hints(kind)
+    values = {key: _checked(hints[key], value, f"{where}{key}") for key, value in tree.items()}
+    for name, field in fields.items():
+        required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        if required and name not in values:
+            if dataclasses.is_dataclass(hints[name]):
+                values[name] = build(hints[name], {}, f"{where}{name}.")
+            else:
+                raise ConfigError(f"{where}{name}: must be set: {comments_of(kind).get(name, 'it has no default')}")
+    return kind(**values)
+
+
+def to_tree(section: Any) -> dict[str, Any]:
+    """The plain values of a section, for YAML and JSON; `build` makes the same section of them."""
+    return {
+        field.name: to_tree(value) if dataclasses.is_dataclass(value := getattr(section, field.name)) else _plain(value)
+        for field in dataclasses.fields(section)
+    }
+
+
+def to_yaml(section: Any) -> str:
+    """The section as a YAML file."""
+    text: str = yaml.safe_dump(to_tree(section), sort_keys=False, allow_unicode=True)
+    return text
+
+
+def describe(kind: type[Any], where: str = "") -> str:
+    """Every key with its type, default and meaning: the text of `--help-config`."""
+    lines = []
+    hints, comments = get_type_hints(kind), comments_of(kind)
+    for field in dataclasses.fields(kind):
+        hint = hints[field.name]
+        if dataclasses.is_dataclass(hint):
+            about = (inspect.getdoc(hint) or "").splitlines()[0]
+            lines += ["", f"# {about}", describe(cast("type[Any]", hint), f"{where}{field.name}.")]
+            continue
+        lines.append(f"{where}{field.name}: {_type_name(hint)}{_default(field)}")
+        lines += textwrap.wrap(comments.get(field.name, ""), 100, initial_indent="    ", subsequent_indent="    ")
+    return "\n".join(lines)
+
+
+def comments_of(kind: Any) -> dict[str, str]:
+    """The comment beside each field of a dataclass, by name."""
+    source = textwrap.dedent(inspect.getsource(kind))
+    comments = {
+        token.start[0]: token.string.lstrip("# ")
+        for token in tokenize.generate_tokens(io.StringIO(source).readline)
+        if token.type == tokenize.COMMENT
+    }
+    (tree,) = ast.parse(source).body
+    assert isinstance(tree, ast.ClassDef)
+    return {
+        node.target.id: comments[node.end_lineno or node.lineno]
+        for node in tree.body
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.end_lineno in comments
+    }
+
+
+def _apply(tree: dict[Any, Any], override: str) -> None:
+    """`a.b=value`: set a value inside of the tree; the value is read as YAML."""
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"{override}: not of the form key=value")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        value = text
+    *sections, name = key.split(".")
+    for depth, section in enumerate(sections):
+        inside = tree.setdefault(section, {})
+        if inside is None:
+            inside = tree[section] = {}
+        if not isinstance(inside, dict):
+            raise ConfigError(f"{override}: {'.'.join(sections[: depth + 1])} is a value, not a section")
+        tree = inside
+    tree[name] = value
+
+
+def _checked(hint: Any, value: Any, where: str) -> Any:
+    """The value as the type says, or an error. Only conversions that lose nothing are made."""
+    if dataclasses.is_dataclass(hint):
+        if isinstance(value, cast("type[Any]", hint)):
+            return value
+        if value is not None and not isinstance(value, Mapping):
+            raise ConfigError(f"{where}: is a section, with keys of its own, but was set to {value!r}")
+        return build(cast("type[Any]", hint), value or {}, f"{where}.")
+    origin, args = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        return _first_that_fits(args, value, where, hint)
+    if origin is Literal:
+        if value in args and type(value) in {type(arg) for arg in args}:
+            return value
+        near = difflib.get_close_matches(str(value), [str(arg) for arg in args], 1)
+        hint_text = f"; did you mean {near[0]}?" if near else ""
+        raise ConfigError(f"{where} = {value!r}: allowed is {', '.join(map(str, args))}{hint_text}")
+    if origin in (list, tuple):
+        return _sequence(origin, args, value, where)
+    if origin is dict:
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{where} = {value!r}: must be a table of `name: value` lines")
+        return {_checked(args[0], k, where): _checked(args[1], v, f"{where}.{k}") for k, v in value.items()}
+    if hint is float and type(value) in (int, float):
+        return float(value)
+    if hint is float and isinstance(value, str):  # YAML takes 1e-3 for text, because it has no dot
+        try:
+            return float(value)
+        except ValueError:
+            pass
+    if hint is type(None) and value is None:
+        return None
+    if type(value) is hint:
+        return value
+    raise ConfigError(f"{where} = {value!r}: must be {_type_name(hint)}")
+
+
+def _first_that_fits(hints: Sequence[Any], value: Any, where: str, whole: Any) -> Any:
+    for hint in hints:
+        try:
+            return _checked(hint, value, where)
+        except ConfigError:
+            continue
+    raise ConfigError(f"{where} = {value!r}: must be {_type_name(whole)}")
+
+
+def _sequence(origin: Any, args: Sequence[Any], value: Any, where: str) -> Any:
+    if not isinstance(value, list | tuple):
+        raise ConfigError(f"{where} = {value!r}: must be a list, [a, b, ...]")
+    of_any_length = origin is list or args[-1] is Ellipsis
+    if not of_any_length and len(value) != len(args):
+        raise ConfigError(f"{where} = {value!r}: must have {len(args)} entries")
+    hints = [args[0]] * len(value) if of_any_length else args
+    return origin(
+        _checked(hint, entry, f"{where}[{n}]") for n, (hint, entry) in enumerate(zip(hints, value, strict=True))
+    )
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_plain(entry) for entry in value]
+    return {key: _plain(entry) for key, entry in value.items()} if isinstance(value, dict) else value
+
+
+def _nearest(key: str, known: Mapping[str, Any], where: str) -> str:
+    near = difflib.get_close_matches(key, known, 1)
+    return f"did you mean {where}{near[0]}?" if near else f"there is {', '.join(where + name for name in known)}"
+
+
+def _type_name(hint: Any) -> str:
+    origin, args = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        return " | ".join(map(str, args))
+    if origin in (Union, types.UnionType):
+        return " | ".join(map(_type_name, args))
+    if origin in (list, tuple, dict):
+        return f"{origin.__name__} of {', '.join(_type_name(arg) for arg in args if arg is not Ellipsis)}"
+    names = {str: "text", int: "whole number", float: "number", bool: "true | false", type(None): "null"}
+    return names.get(hint, getattr(hint, "__name__", str(hint)))
+
+
+def _default(field: dataclasses.Field[Any]) -> str:
+    if field.default is not dataclasses.MISSING:
+        return f" = {_plain(field.default)!r}"
+    if field.default_factory is not dataclasses.MISSING:
+        return f" = {_plain(field.default_factory())!r}"
+    return " (must be set)"
