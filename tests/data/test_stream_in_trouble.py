@@ -135,8 +135,9 @@ def test_memory_does_not_grow_with_the_epochs(folder: Path) -> None:
         assert stream.stats().samples == 4 * 5 * BATCH
 
 
-def test_batches_that_are_kept_do_not_change(folder: Path) -> None:
-    with open_stream(folder, prefetch=1) as stream:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_batches_that_are_kept_do_not_change(folder: Path, backend: str) -> None:
+    with open_stream(folder, backend, prefetch=1) as stream:
         batches, copies = [], []
         for epoch in range(3):
             for batch in stream.epoch(epoch):

@@ -190,7 +190,7 @@ class DaliDecoder:
         self._pipeline.schedule_run()
 
     def _outputs(self) -> list[Tensor]:
-        """Wait for what was started first. The tensors are ours to keep: DALI's default executor gives memory away."""
+        """Wait for what was started first. The tensors are ours to keep: DALI's dynamic executor gives memory away."""
         outputs = self._pipeline.share_outputs()
         tensors = [torch.from_dlpack(output.as_tensor()) for output in outputs]
         self._pipeline.release_outputs()

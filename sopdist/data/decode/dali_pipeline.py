@@ -33,7 +33,7 @@ def build_pipeline(recipe: Recipe, batch: int, views: int, threads: int, depth: 
 
     @pipeline_def(
         batch_size=batch, num_threads=threads, device_id=device, prefetch_queue_depth=depth,
-        exec_async=True, exec_pipelined=True,
+        exec_dynamic=True,  # so that outputs stay valid when the next batch is made
     )  # fmt: skip
     def graph() -> tuple[Any, ...]:
         encoded = fn.external_source(name=ENCODED, dtype=types.UINT8, ndim=1)
