@@ -166,6 +166,7 @@ def _verdicts(rates: dict[str, Rate], first_batch: dict[int, float], plan: PlanF
         at_least(OURS_CPU, 1.5, WEBDATASET),
         at_least(OURS_CPU, 0.8, RAW_CPU),
         at_least(OURS_DALI, 0.8, RAW_DALI),
+        at_least(OURS_DALI, 0.8, RAW_CPU),
         Verdict("a resume costs no more than a start", f"{max(later) / at_start:.2f} x", max(later) <= 1.5 * at_start),
         Verdict("plan in < 2 s", f"{plan.seconds:.2f} s", plan.seconds < 2),
         Verdict("plan in < 1 GB", f"{plan.peak_bytes / 1e9:.2f} GB", plan.peak_bytes < 1e9),

@@ -24,7 +24,7 @@ def test_a_quick_run_writes_what_it_measured(tmp_path: Path, capsys: pytest.Capt
     found = json.loads(out.read_text())
     assert set(found["rates"]) == set(CANDIDATES)
     assert all(rate["images_per_second"] > 0 and rate["cpu_ms_per_image"] > 0 for rate in found["rates"].values())
-    assert len(found["verdicts"]) == 7
+    assert len(found["verdicts"]) == 8
     printed = capsys.readouterr().out
     for name in CANDIDATES:
         assert name in printed
