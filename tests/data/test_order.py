@@ -18,6 +18,14 @@ from sopdist.data.split import open_split
 from tests.data.pictures import encoded, picture
 
 
+def write_image_folder(root: Path) -> None:
+    """20 cats, then 20 dogs."""
+    for number in range(40):
+        path = root / ("cat" if number < 20 else "dog") / f"{number}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(encoded(picture(number, 20, 20)))
+
+
 def source(count: int, labels: np.ndarray) -> SourceSplit:
     paths = [f"{number}.jpg" for number in range(count)]
     return SourceSplit(
@@ -60,10 +68,7 @@ def test_auto_leaves_small_and_mixed_sets_alone() -> None:
 def test_prepare_mixes_the_classes_of_an_image_folder_and_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for number in range(40):
-        path = tmp_path / "in" / ("cat" if number < 20 else "dog") / f"{number}.jpg"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(encoded(picture(number, 20, 20)))
+    write_image_folder(tmp_path / "in")
     command = ["prepare", "imagefolder", "--root", str(tmp_path / "in"), "--samples-per-shard", "10"]
     assert main([*command, "--out", str(tmp_path / "out")]) == 0
     assert "shuffled, because it is sorted by class" in capsys.readouterr().out
@@ -112,10 +117,7 @@ def test_what_is_held_out_is_the_same_for_all_versions_and_does_not_follow_the_o
 def test_val_is_held_out_on_demand_and_only_where_there_is_none(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for number in range(40):
-        path = tmp_path / "in" / ("cat" if number < 20 else "dog") / f"{number}.jpg"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(encoded(picture(number, 20, 20)))
+    write_image_folder(tmp_path / "in")
     command = ["prepare", "imagefolder", "--root", str(tmp_path / "in"), "--out", str(tmp_path / "out")]
     assert main([*command, "--val", "0.25"]) == 0
     seen = []
