@@ -69,6 +69,13 @@ def to_tree(section: Any) -> dict[str, Any]:
     }
 
 
+def changed(section: Section, key: str, value: Any) -> Section:
+    """The section with one value, `a.b.c`, changed."""
+    name, _, rest = key.partition(".")
+    inside = changed(getattr(section, name), rest, value) if rest else value
+    return cast(Section, dataclasses.replace(cast(Any, section), **{name: inside}))
+
+
 def to_yaml(section: Any) -> str:
     """The section as a YAML file."""
     text: str = yaml.safe_dump(to_tree(section), sort_keys=False, allow_unicode=True)

@@ -64,6 +64,15 @@ def rank_columns(global_batch: int, rank: int, world_size: int) -> slice:
     return slice(rank * global_batch // world_size, (rank + 1) * global_batch // world_size)
 
 
+def without_gaps(row: NDArray[np.integer]) -> Indices:
+    """A row of which each gap shows a sample of the same row again, so that every rank gets a full batch of real images.
+
+    Such a repetition has weight 0.
+    """
+    real = row[row != NO_SAMPLE]
+    return np.where(row == NO_SAMPLE, np.resize(real, len(row)), row).astype(np.int64)
+
+
 def training_plan(
     firsts: Indices,
     seed: int,

@@ -11,6 +11,7 @@ from .errors import DataError
 from .headers import MAX_PIXELS
 from .labels import GIVEN
 from .plan import BLOCK, LANES
+from .remote.transfer import PIPE
 
 Backend = Literal["auto", "cpu", "dali"]
 
@@ -21,6 +22,7 @@ class DataSettings:
 
     root: str  # the split's folder, or a URL: https://, s3:// and whatever fsspec knows, or pipe:COMMAND with {} in it
     recipe: str | Recipe  # crop, flip and normalisation: a name of augment/recipes.py, or one of your own
+    split: str = ""  # folder inside of root, where root holds several splits, as `sopdist prepare` writes them
     labels: str = GIVEN  # label set
     backend: Backend = "auto"  # decoder; auto: dali if there is a GPU, else cpu, which is faster on CPUs
     device: int | None = None  # number of the GPU that decodes (dali only); none: decode on the CPU
@@ -42,6 +44,15 @@ class DataSettings:
                 raise DataError(f"data.{name} = {getattr(self, name)}: must be at least {least}")
         if not 0.0 <= self.max_bad_fraction <= 1.0:
             raise DataError(f"data.max_bad_fraction = {self.max_bad_fraction}: must be in [0, 1]")
+
+    @property
+    def location(self) -> str:
+        """Where the split is: the root, and in it the folder of the split."""
+        if not self.split:
+            return self.root
+        if self.root.startswith(PIPE):
+            return self.root.replace("{}", f"{self.split}/{{}}")
+        return f"{self.root.rstrip('/')}/{self.split}"
 
     def usable_threads(self) -> int:
         """`threads`, or the number of cores that this process may use."""

@@ -34,7 +34,17 @@ from .decode.request import BadSample, Decoded, Request
 from .errors import DataError
 from .labels import UNKNOWN
 from .manifest import ShardInfo
-from .plan import NO_SAMPLE, Indices, Plan, balanced_subset, evaluation_plan, rank_columns, shards_in_use, training_plan
+from .plan import (
+    NO_SAMPLE,
+    Indices,
+    Plan,
+    balanced_subset,
+    evaluation_plan,
+    rank_columns,
+    shards_in_use,
+    training_plan,
+    without_gaps,
+)
 from .remote.opening import open_store
 from .settings import DataSettings
 from .split import Split
@@ -79,7 +89,7 @@ class Stream:
         self._global_batch, self._seed, self._train = global_batch, seed, train
         self._strong = strong if train else None
         store = open_store(
-            settings.root, Path(settings.cache) if settings.cache else None, settings.cache_bytes or None
+            settings.location, Path(settings.cache) if settings.cache else None, settings.cache_bytes or None
         )
         self.split = Split(store)
         shards = len(self.split.manifest.shards)
@@ -184,10 +194,7 @@ class Stream:
 
     def _submit(self, epoch: int, row: Indices) -> tuple[Request, NDArray[np.float32]]:
         """Start decoding this rank's part of a row of the plan."""
-        # A gap shows a sample of its own row again, with weight 0: every rank gets a full batch of real images.
-        real = row[row != NO_SAMPLE]
-        filled = np.where(row == NO_SAMPLE, np.resize(real, len(row)), row)
-        index = filled[self._columns]
+        index = without_gaps(row)[self._columns]
         weight = (row[self._columns] != NO_SAMPLE).astype(np.float32)
         views = range(self._views) if self._train else ()
         draws = None

@@ -1,0 +1,1 @@
+"""Models: the paper's backbones for small images; everything else comes from timm."""

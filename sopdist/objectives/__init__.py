@@ -1,0 +1,1 @@
+"""Objectives: what the network is trained to minimise, one file each, one interface (`base.py`)."""
