@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,6 +21,12 @@ class Batch:
 
     def __len__(self) -> int:
         return len(self.index)
+
+    def pieces(self, count: int) -> Iterator[Batch]:
+        """The batch cut into so many pieces, of equal length up to one sample."""
+        columns = {name: value.tensor_split(count) for name, value in vars(self).items() if value is not None}
+        for number in range(count):
+            yield Batch(**{name: parts[number] for name, parts in columns.items()})
 
     def to(self, device: torch.device | str) -> Batch:
         """The batch on another device."""

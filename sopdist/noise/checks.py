@@ -58,6 +58,8 @@ def check_batch(
 
 def check_values(labels: Tensor, index: Tensor, table: NoiseTable) -> None:
     """Raise if a label or an index is out of range; on a GPU this waits for the device."""
+    if not len(index):
+        return
     for name, tensor, size, of in (
         ("labels", labels, table.num_classes, "num_classes"),
         ("index", index, table.num_samples, "num_samples"),

@@ -12,14 +12,29 @@ from torch import Tensor
 
 
 def consistency_term(logits: Tensor, logits2: Tensor, weight: Tensor) -> Tensor:
-    """Weighted mean over the samples; `weight` (B,) sums to 1, or is all 0 for an empty batch."""
+    """Weighted sum over the samples; `weight` (B,)."""
     target = F.log_softmax(logits.detach(), dim=1)
     return (F.kl_div(F.log_softmax(logits2, dim=1), target, reduction="none", log_target=True).sum(1) * weight).sum()
 
 
-def balance_term(logits: Tensor, prior: Tensor, weight: Tensor) -> Tensor:
-    """KL of the prior against the weighted mean prediction; `weight` (B,) sums to 1, or is all 0 for an empty batch."""
-    mean = (F.softmax(logits, dim=1) * weight[:, None]).sum(0)  # (K,)
+def weighted_prediction(logits: Tensor, weight: Tensor) -> Tensor:
+    """Weighted sum over the samples of the prediction, (K,); `weight` (B,)."""
+    return (F.softmax(logits, dim=1) * weight[:, None]).sum(0)
+
+
+def balance_term(prediction: Tensor, weight: Tensor, prior: Tensor) -> Tensor:
+    """KL of the prior against the mean prediction, given its weighted sum (K,) and the weight; 0 without samples."""
+    mean = prediction / weight.where(weight > 0, 1)
     tiny = torch.finfo(mean.dtype).tiny
     kl = (torch.xlogy(prior, prior) - prior * mean.clamp_min(tiny).log()).sum()
-    return kl * (weight.sum() > 0)
+    return kl * (weight > 0)
+
+
+def as_share_of_all(sums: Tensor, of_all: Tensor, weight: Tensor) -> Tensor:
+    """The sums over the samples of all ranks as a value, with the gradient of this rank's samples alone.
+
+    The term that is computed from them counts with this rank's weight out of that of all. So the gradient is scaled by
+    the inverse: added up over the ranks it is that of the term of the whole batch.
+    """
+    mine = sums * (of_all[-1] / weight.where(weight > 0, 1)).detach()
+    return mine + (of_all - mine).detach()

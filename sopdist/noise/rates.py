@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from dataclasses import dataclass, fields
+from typing import Any, Literal, NamedTuple
 
 from .counter import INITIAL_STD
 
@@ -116,6 +116,19 @@ class Official(_Euler):
 
 Rates = Flow | Paper | Official
 VARIANTS: dict[str, type[Flow] | type[Paper] | type[Official]] = {"flow": Flow, "paper": Paper, "official": Official}
+
+
+def make_rates(variant: str, given: dict[str, Any]) -> Rates:
+    """The chosen rule from the settings that were given; a setting of another rule is an error."""
+    if variant not in VARIANTS:
+        raise ValueError(f"variant must be one of {', '.join(map(repr, VARIANTS))}, got {variant!r}")
+    rule = VARIANTS[variant]
+    allowed = [field.name for field in fields(rule)]
+    for name in given:
+        if name not in allowed:
+            owner = next(other for other, rates in VARIANTS.items() if name in {field.name for field in fields(rates)})
+            raise ValueError(f"{name} belongs to variant={owner!r}; variant={variant!r} takes {', '.join(allowed)}")
+    return rule(**given)
 
 
 def _euler_visits(gain: float) -> float:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .checks import check_labels
+from .exchange import Exchange
 from .rows import NoiseTable
 
 
@@ -18,6 +19,7 @@ class Reading:
     """The methods of `SOP` that read its table and change nothing."""
 
     table: NoiseTable
+    exchange: Exchange | None
 
     @property
     def num_samples(self) -> int:
@@ -32,8 +34,12 @@ class Reading:
         """
         if kind not in ("loss", "margin"):
             raise ValueError(f"kind must be 'loss' or 'margin', got {kind!r}")
-        scores = self.table.mean_loss if kind == "loss" else -self.table.mean_margin
-        return scores.where(self.table.visits > 0, -torch.inf)
+        scores = self._whole(self.table.mean_loss) if kind == "loss" else -self._whole(self.table.mean_margin)
+        return scores.where(self.visited(), -torch.inf)
+
+    def visited(self) -> Tensor:
+        """(N,) bool: samples that were visited at least once."""
+        return self._whole(self.table.visits) > 0
 
     def suspects(self, count: int) -> Tensor:
         """Numbers of the `count` samples whose labels are most likely wrong, the most suspicious first.
@@ -42,7 +48,7 @@ class Reading:
         """
         if not 0 <= count <= self.num_samples:
             raise ValueError(f"count must be in [0, num_samples = {self.num_samples}], got {count!r}")
-        visited = int((self.table.visits > 0).sum())
+        visited = int(self.visited().sum())
         return self.noise_scores().sort(descending=True, stable=True).indices[: min(count, visited)]
 
     def flags(self, labels: Tensor | None = None) -> Tensor:
@@ -63,7 +69,7 @@ class Reading:
 
     def noise_rate(self, labels: Tensor | None = None) -> float:
         """Estimated share of wrong labels: flagged among visited samples; NaN before the first visit."""
-        visited = self.table.visits > 0
+        visited = self.visited()
         return float((self.flags(labels) & visited).sum() / visited.sum())
 
     def _explained_away(self, labels: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -73,9 +79,11 @@ class Reading:
         """
         if labels is not None:
             check_labels(labels, self.table)
-            labels = labels.to(self.table.u.device, torch.int64)
+            labels = labels.to(self.table.u.device, torch.int64)[self.table.first :: self.table.stride]
+        self._settled()
         square, class_ = self.table.strongest(labels)
-        return square > (1 - self.table.u.square()).clamp_min(0.01), class_
+        flagged = square > (1 - self.table.u.square()).clamp_min(0.01)
+        return self._whole(flagged), self._whole(class_)
 
     def evictions(self) -> tuple[int, float]:
         """For slots: how many entries were evicted, and the largest v^2 given up; (0, 0.0) = dense, bit for bit.
@@ -86,5 +94,13 @@ class Reading:
         """
         if self.table.evictions is None or self.table.evicted is None:
             return 0, 0.0
-        largest = self.table.evicted.max() if len(self.table) else 0.0
-        return int(self.table.evictions.sum()), float(largest)
+        return int(self._whole(self.table.evictions).sum()), float(self._whole(self.table.evicted).max())
+
+    def _whole(self, column: Tensor) -> Tensor:
+        """A column of all samples (N,), where ranks own rows of it each."""
+        self._settled()
+        return column if self.exchange is None else self.exchange.whole(column)
+
+    def _settled(self) -> None:
+        if self.exchange is not None:
+            self.exchange.settle()

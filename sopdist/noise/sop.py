@@ -20,16 +20,21 @@ from __future__ import annotations
 
 import math
 import warnings
-from dataclasses import fields
+from collections.abc import Sequence
 from typing import Any, Literal
 
+import numpy as np
 import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from .checks import check_batch, check_prior, check_values, check_weight
-from .kernels import DROPPED, Facts, LossResult, choose_kernels
-from .plus import balance_term, consistency_term
-from .rates import VARIANTS, Forecast, InactiveTableWarning, Paper, Rates
+from .exchange import Exchange
+from .fused import FusedLoss
+from .kernels import DROPPED, Facts, Kernels, choose_kernels
+from .plus import as_share_of_all, balance_term, consistency_term, weighted_prediction
+from .rates import Forecast, InactiveTableWarning, Paper, Step, make_rates
 from .reading import Reading
 from .rows import DEFAULT_SLOTS, NoiseTable, keep_type
 
@@ -61,6 +66,10 @@ class SOP(Reading, nn.Module):
         validate: check the values of labels, index and weight in every batch. On a GPU this waits for the device;
             switch it off once the loader is trusted. Samples out of range are then dropped and counted instead.
         device: where to put the table.
+        process_group: of several ranks that train one network, each with a part of every batch (best a group of its
+            own: `torch.distributed.new_group()`). Row i then lives on rank i mod W alone, and a rank's loss is its
+            share: the mean over the ranks, which DDP takes, is the loss of all their samples. All ranks must call
+            `sop(...)`, and every method that reads the table, together.
     """
 
     prior: Tensor | None
@@ -89,20 +98,20 @@ class SOP(Reading, nn.Module):
         reduction: Literal["mean", "sum", "none"] = "mean",
         validate: bool = True,
         device: torch.device | str | None = None,
+        process_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
         given = {"visits": visits, "alpha_u": alpha_u, "alpha_v": alpha_v, "tau": tau}
         given |= {"lr_u": lr_u, "lr_v": lr_v, "batch_size": batch_size}
-        self.rates = _make_rates(variant, {name: value for name, value in given.items() if value is not None})
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            ranks = torch.distributed.get_world_size()
-            if ranks > 1:
-                warnings.warn(
-                    f"each of the {ranks} ranks has a table of its own: a label is explained away only if its sample is"
-                    " seen by the same rank in every epoch",
-                    stacklevel=2,
-                )
-        self.table = NoiseTable(num_samples, num_classes, layout=layout, slots=slots, seed=seed, device=device)
+        self.rates = make_rates(variant, {name: value for name, value in given.items() if value is not None})
+        rank, ranks = _rank_and_ranks(process_group)
+        self.table = NoiseTable(
+            num_samples, num_classes, layout=layout, slots=slots, seed=seed, first=rank, stride=ranks, device=device
+        )
+        self.exchange = None
+        if process_group is not None and ranks > 1:
+            self.exchange = Exchange(process_group, self.table)
+            self.register_state_dict_pre_hook(lambda *_: self.settle())
 
         self.eps = max(SMALLEST_EPS, min(1e-4, 0.1 / num_classes)) if eps is None else eps
         if not SMALLEST_EPS <= self.eps < 1 / num_classes:
@@ -116,7 +125,7 @@ class SOP(Reading, nn.Module):
             raise ValueError("consistency and balance are terms of a whole batch: they need reduction='mean' or 'sum'")
         self.consistency, self.balance = consistency, balance
         self.reduction, self.validate = reduction, validate
-        self._warned = False
+        self._warned = self._planned = False
         self.register_buffer("prior", check_prior(prior, balance, num_classes, device), persistent=False)
         if epochs is not None:
             self._forecast(epochs, stacklevel=3)
@@ -187,9 +196,6 @@ class SOP(Reading, nn.Module):
         self, logits: Tensor, labels: Tensor, index: Tensor, logits2: Tensor | None, weight: Tensor | None
     ) -> Tensor:
         check_batch(logits, labels, index, logits2, weight, self.table, wants_view=self.consistency > 0)
-        if not len(index):
-            empty = logits.to(torch.promote_types(logits.dtype, torch.float32)).sum(1)
-            return empty if self.reduction == "none" else empty.sum()
         labels, index = labels.to(torch.int64), index.to(torch.int64)
         weight = weight.to(torch.float32) if weight is not None and weight.dtype == torch.bool else weight
         wanted = self._wanted(labels, index, weight)
@@ -202,34 +208,88 @@ class SOP(Reading, nn.Module):
 
         step = self.rates.step()
         kernels = choose_kernels(logits.device, logits.dtype)
-        losses, *columns = _FusedLoss.apply(
-            logits, labels, index, self.table, keep, self.eps, step.rule == "official", kernels
-        )
-        facts = Facts(*columns)
+        losses, facts = self._losses(logits, labels, index, keep, step, kernels)
         counts = facts.predicted != DROPPED
         number = counts.sum()
         if self.training and torch.is_grad_enabled():
-            kernels.update_rows(self.table, index, labels, facts, step)
+            self._update(labels, index, facts, step, kernels)
             self._count_skipped(len(index), number, wanted)
+        elif self.exchange is not None:
+            self.exchange.skip(len(index))
         if weight is not None:
             share = torch.where(counts, weight, 0).to(losses.dtype)
             losses, total = losses * share, share.sum()
         else:
-            share, total = counts.to(losses.dtype), number
+            share, total = counts.to(losses.dtype), number.to(losses.dtype)
         if self.reduction == "none":
             return losses
-        divisor = total.where(total > 0, 1)
-        loss = losses.sum() / divisor
+        loss = losses.sum()
         if self.balance or self.consistency:
-            loss = loss + self._plus_terms(logits, logits2, counts, share / divisor)
-        return loss if self.reduction == "mean" else loss * total
+            loss = loss + self._plus_terms(logits, logits2, counts, share, total)
+        if self.reduction == "sum":
+            return loss
+        if self.exchange is not None:  # the mean over the ranks of what they return is the mean over all samples
+            total = self.exchange.total(total) / self.exchange.ranks
+        return loss / total.where(total > 0, 1)
 
-    def _plus_terms(self, logits: Tensor, logits2: Tensor | None, counts: Tensor, share: Tensor) -> Tensor:
-        """The terms of SOP+. Samples that do not count are replaced before the softmax, so a NaN reaches no other."""
+    def _losses(
+        self, logits: Tensor, labels: Tensor, index: Tensor, keep: Tensor | None, step: Step, kernels: Kernels
+    ) -> tuple[Tensor, Facts]:
+        """The loss of each sample, and its facts. All rows are read as they were before the batch."""
+        block, place = (self.table.block, index) if self.exchange is None else self.exchange.next_rows(index)
+        if not len(index):
+            losses = logits.to(torch.promote_types(logits.dtype, torch.float32)).sum(1)
+            return losses, Facts(index, *(torch.zeros_like(index, dtype=torch.float32) for _ in range(3)))
+        losses, *columns = FusedLoss.apply(
+            logits, labels, place, block, keep, self.eps, step.rule == "official", kernels
+        )
+        return losses, Facts(*columns)
+
+    def _update(self, labels: Tensor, index: Tensor, facts: Facts, step: Step, kernels: Kernels) -> None:
+        """Apply the facts to the samples' rows, or send them to the ranks that own these."""
+        if self.exchange is None:
+            if len(index):
+                kernels.update_rows(self.table, index, labels, facts, step)
+            return
+
+        def apply(rows: Tensor, labels: Tensor, facts: Facts) -> None:
+            if len(rows):
+                kernels.update_rows(self.table, rows, labels, facts, step)
+
+        if self.exchange.give(labels, facts, apply) and not self._planned:
+            self.exchange.settle()
+
+    def expect(self, parts: Sequence[NDArray[np.int64]]) -> None:
+        """With a process group: start to send the rows of a batch to come, given the samples of each rank.
+
+        Call it a step ahead, once for each batch, and the rows travel while the network computes. The batch may then
+        come in pieces (gradient accumulation). Facts travel during the backward pass; `settle` after it, or the next
+        batch, writes them. A sample of two batches in a row would be read before its first visit is written: between
+        epochs, `settle` before the next batch is announced.
+        """
+        if self.exchange is not None:
+            self._planned = True
+            self.exchange.expect(parts)
+
+    def settle(self) -> None:
+        """With a process group and `expect`: wait for facts under way, and update the rows that this rank owns."""
+        if self.exchange is not None:
+            self.exchange.settle()
+
+    def _plus_terms(
+        self, logits: Tensor, logits2: Tensor | None, counts: Tensor, share: Tensor, total: Tensor
+    ) -> Tensor:
+        """The terms of SOP+, times the weight of the batch.
+
+        Samples that do not count are replaced before the softmax, so that a NaN reaches no other.
+        """
         terms = []
         safe = logits.to(share.dtype).where(counts[:, None], 0)
         if self.prior is not None:
-            terms.append(self.balance * balance_term(safe, self.prior, share))
+            sums = torch.cat([weighted_prediction(safe, share), total[None]])  # (K + 1,)
+            if self.exchange is not None:
+                sums = as_share_of_all(sums, self.exchange.total(sums), total)
+            terms.append(self.balance * total * balance_term(sums[:-1], sums[-1], self.prior))
         if logits2 is not None:
             safe2 = logits2.to(share.dtype).where(counts[:, None], 0)
             terms.append(self.consistency * consistency_term(safe, safe2, share))
@@ -270,43 +330,14 @@ class SOP(Reading, nn.Module):
         return forecast
 
 
-class _FusedLoss(torch.autograd.Function):
-    """The kernel computes the gradient of the logits with the loss; backward only scales it."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        logits: Tensor,
-        labels: Tensor,
-        index: Tensor,
-        table: NoiseTable,
-        keep: Tensor | None,
-        eps: float,
-        reclip: bool,
-        kernels: Any,
-    ) -> tuple[Tensor, ...]:
-        result: LossResult = kernels.fused_loss(logits, labels, index, table.block, keep, eps=eps, reclip=reclip)
-        ctx.save_for_backward(result.gradient, result.scale)
-        ctx.dtype = logits.dtype
-        ctx.mark_non_differentiable(*result.facts)
-        return result.losses, *result.facts
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        gradient, scale = ctx.saved_tensors
-        # Scale in float32 before rounding to the logits' type: under loss scaling, float16 would underflow otherwise.
-        return (gradient * (grad * scale)[:, None]).to(ctx.dtype), *(None,) * 7
-
-
-def _make_rates(variant: str, given: dict[str, Any]) -> Rates:
-    """The chosen rule from the settings that were given; a setting of another rule is an error."""
-    if variant not in VARIANTS:
-        raise ValueError(f"variant must be one of {', '.join(map(repr, VARIANTS))}, got {variant!r}")
-    rule = VARIANTS[variant]
-    allowed = [field.name for field in fields(rule)]
-    for name in given:
-        if name not in allowed:
-            owner = next(other for other, rates in VARIANTS.items() if name in {field.name for field in fields(rates)})
-            raise ValueError(f"{name} belongs to variant={owner!r}; variant={variant!r} takes {', '.join(allowed)}")
-    return rule(**given)
+def _rank_and_ranks(group: dist.ProcessGroup | None) -> tuple[int, int]:
+    """This rank's place in the group; without a group the table is this rank's own, which is rarely what is wanted."""
+    if group is not None:
+        return dist.get_rank(group), dist.get_world_size(group)
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        warnings.warn(
+            f"each of the {dist.get_world_size()} ranks has a table of its own: a label is explained away only if its"
+            " sample is seen by the same rank in every epoch. Pass process_group=torch.distributed.new_group()",
+            stacklevel=3,
+        )
+    return 0, 1
