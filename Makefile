@@ -4,9 +4,12 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# Otherwise DeepSpeed does it when the first run starts, which then seems to hang.
+COMPILE = PATH="$(abspath $(BIN)):$$PATH" DS_ACCELERATOR=cpu $(BIN)/python -c \
+	'from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder as B; B().load(verbose=True)'
 LOCKED  = $(shell grep -E '^$(1)==' requirements.lock)
 
-.PHONY: help env demo test lint format bench clean
+.PHONY: help env demo test test-long lint format bench clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -24,17 +27,27 @@ $(READY): pyproject.toml requirements.lock sopdist/noise/kernels/native.c sopdis
 	@$(PIP) $(call LOCKED,torch)
 	@echo "  deepspeed, which looks for torch while it builds"
 	@$(PIP) -c requirements.lock --no-build-isolation $(call LOCKED,deepspeed)
+	@echo "  torchvision and timm, which would bring another torch"
+	@$(PIP) --no-deps $(call LOCKED,torchvision) $(call LOCKED,timm)
 	@echo "  everything else"
-	@$(PIP) -c requirements.lock --no-build-isolation --config-settings editable_mode=compat -e '.[demo,triton,data,train,dev]'
+	@$(PIP) -c requirements.lock --no-build-isolation --config-settings editable_mode=compat -e '.[demo,triton,data,train,timm,dev]'
 	@$(BIN)/python -c 'from sopdist.noise.kernels import native_kernels as n; n.is_built() or print( \
 		"No C compiler was found: CPU kernels are missing, the slower reference is used. On Debian: apt-get install gcc")'
+	@$(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || { \
+		echo "  DeepSpeed's communication operator for CPUs: about a minute, once"; \
+		$(COMPILE) >$(VENV)/deepspeed.log 2>&1 || echo "  It cannot be compiled, and DeepSpeed does not run on CPUs" \
+		"without it ($(VENV)/deepspeed.log says why). Without a C++ compiler, on Debian: apt-get install g++; then:" \
+		"rm $@ && make env"; }
 	@touch $@
 
 demo: $(READY) ## train with 40% of the labels redrawn, with and without SOP, and name the wrong ones
 	@$(BIN)/sopdist demo
 
 test: $(READY) lint ## every check that fits in a few minutes
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not long"
+
+test-long: $(READY) ## what starts real launchers or trains for minutes, one after the other
+	$(BIN)/python -m pytest -m long
 
 lint: $(READY) ## ruff and mypy
 	$(BIN)/ruff check .

@@ -50,3 +50,9 @@ def test_what_is_installed_is_what_is_locked() -> None:
     for name, version in locked().items():
         installed = re.sub(r"\+.*", "", importlib.metadata.version(name))
         assert installed == version, name
+
+
+def test_make_env_installs_every_extra() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    (installed,) = re.findall(r"-e '\.\[([a-z,]+)\]'", (ROOT / "Makefile").read_text())
+    assert sorted(installed.split(",")) == sorted(extras)
