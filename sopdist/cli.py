@@ -40,6 +40,10 @@ COMMANDS = {
     "verify": Entry(".data.commands.verify", "check the shards, indices and label sets of a split"),
     "inspect": Entry(".data.commands.inspect", "look at a split: classes, sizes, a sheet of thumbnails"),
     "labels": Entry(".data.commands.labels", "add, draw, list and compare label sets"),
+    "train": Entry(".train.commands.train", "train a network on wrong labels; launch/train.py does it on many ranks"),
+    "eval": Entry(".train.commands.eval", "evaluate the network of a run or a checkpoint on any splits"),
+    "plan": Entry(".train.commands.plan", "steps, memory and bytes on the wire of a run, before it is started"),
+    "doctor": Entry(".doctor", "what of torch, CUDA, DeepSpeed, DALI, W&B, ... is usable here, and what to do"),
 }
 BENCHES = {
     "table": Entry(".bench.table", "cost and bytes of the noise table against N and K"),
@@ -77,6 +81,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"sopdist: cannot write: {error.strerror}", file=sys.stderr)
         _drop_output()
         code = 1
+    except Exception as error:
+        if not _is_config_error(error):
+            raise
+        print(f"sopdist: {error}", file=sys.stderr)
+        code = 2
     return code
 
 
@@ -105,6 +114,12 @@ def _declaration(place: str) -> Callable[[argparse.ArgumentParser], None]:
         parser.set_defaults(run=command.run)
 
     return declare
+
+
+def _is_config_error(error: Exception) -> bool:
+    """Only a command that reads configs can raise one, and has then loaded their file; others work without PyYAML."""
+    config = sys.modules.get(f"{__package__}.config")
+    return config is not None and isinstance(error, config.ConfigError)
 
 
 def _drop_output() -> None:

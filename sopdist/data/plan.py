@@ -65,9 +65,9 @@ def rank_columns(global_batch: int, rank: int, world_size: int) -> slice:
 
 
 def without_gaps(row: NDArray[np.integer]) -> Indices:
-    """A row of which each gap shows a sample of the same row again, so that every rank gets a full batch of real images.
+    """A row of which each gap shows a sample of the same row again, which has weight 0.
 
-    Such a repetition has weight 0.
+    So every rank gets a full batch of real images.
     """
     real = row[row != NO_SAMPLE]
     return np.where(row == NO_SAMPLE, np.resize(real, len(row)), row).astype(np.int64)

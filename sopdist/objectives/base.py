@@ -15,7 +15,9 @@ from ..noise import SOP
 class Objective(Protocol):
     """Something to minimise. On several ranks, all of them make the same calls in the same order."""
 
-    sop: SOP | None  # the noise table behind it, if there is one
+    @property
+    def sop(self) -> SOP | None:
+        """The noise table behind it, if there is one."""
 
     def expect(self, row: NDArray[np.integer[Any]]) -> None:
         """The plan's row of the next step is this one: what it needs may be sent ahead."""

@@ -53,7 +53,7 @@ class Config:
 
 
 def find_config(name: str) -> Path:
-    """A config by path, or by name in `configs/` of the current folder or of the repository; `.yaml` may be left out."""
+    """A config by path, or by name in `configs/` of the current folder or the repository; `.yaml` may be left out."""
     names = [name] if name.endswith((".yaml", ".yml")) else [name, f"{name}.yaml"]
     for folder in (Path(), Path("configs"), CONFIGS):
         for candidate in names:

@@ -37,7 +37,7 @@ class OptimSettings:
     milestones: tuple[float, ...] = ()  # multistep: after how many epochs the rate is multiplied by gamma
     gamma: float = 0.1  # multistep
     final_lr: float = 0.0  # cosine
-    warmup_epochs: float = 0.0  # the rate rises linearly over so many epochs, before and in addition to the schedule
+    warmup_epochs: float = 0.0  # over so many epochs the rate rises linearly to what the schedule says
 
     def __post_init__(self) -> None:
         for name in ("lr", "momentum", "weight_decay", "gamma", "final_lr", "warmup_epochs"):
@@ -128,8 +128,11 @@ class LogSettings:
     every: int = 50  # steps between lines of metrics.jsonl
     wandb: Literal["auto", "online", "offline", "off"] = "auto"  # auto: online if logged in to W&B, else offline
     project: str = "sopdist"  # of W&B
+    wandb_timeout: float = 30.0  # seconds that W&B may take to begin and to end; after that the run goes on without it
     clean: str = "clean"  # label set of the truth, if the split has it: noise detection is scored against it
 
     def __post_init__(self) -> None:
         if self.every < 1:
             raise ConfigError(f"log.every = {self.every}: must be at least 1")
+        if not 0 < self.wandb_timeout < float("inf"):
+            raise ConfigError(f"log.wandb_timeout = {self.wandb_timeout}: must be more than 0, and not infinite")

@@ -17,6 +17,17 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **{"allow_abbrev": False, **options})
+        self.intermixed = False  # whether a list of positionals may stand before, between and after options
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As usual; a subparser is asked in this way, too."""
+        if not self.intermixed:
+            return super().parse_known_args(args, namespace)
+        self.intermixed = False  # it asks this method for its parts
+        try:
+            return self.parse_known_intermixed_args(args, namespace)
+        finally:
+            self.intermixed = True
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         try:

@@ -1,0 +1,47 @@
+"""Train a network on wrong labels, and find out which labels are wrong.
+
+One process with `sopdist train`; any number with a launcher and `launch/train.py`, which takes the same options:
+
+  deepspeed launch/train.py --cfg webvision.yaml            torchrun --nproc-per-node 8 launch/train.py --cfg ...
+  accelerate launch --num_processes 8 launch/train.py ...   srun python launch/train.py ...
+
+A config is a YAML file; its name may stand for a file in configs/. `key=value` changes a key of it:
+
+  sopdist train --cfg cifar10 data.root=/data/cifar10 data.labels=sym-0.6-seed0 optim.lr=0.05 run.name=sixty
+
+The run's folder (run.folder/run.name) gets the resolved config, metrics.jsonl, summary.json, summary.csv, checkpoints.
+
+exit codes: 0 finished, 1 data or files, 2 config, 3 the loss is not finite, 70 another rank was lost, 130 interrupted
+"""
+
+from __future__ import annotations
+
+import argparse
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of `sopdist train` and `launch/train.py`."""
+    parser.intermixed = True  # type: ignore[attr-defined]
+    parser.add_argument("--cfg", metavar="NAME_OR_PATH", help="the config: a file, or a name in configs/")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="keys of the config to change")
+    resume = "go on from the run's newest checkpoint, if there is one (auto), from a given one, or begin anew (default)"
+    parser.add_argument("--resume", default="none", metavar="auto|PATH|none", help=resume)
+    parser.add_argument("--help-config", action="store_true", help="print every key with its default and meaning")
+    # The deepspeed launcher adds this; the environment says it, too.
+    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train; returns the exit code."""
+    if args.help_config:
+        from ...config import describe
+        from ..config import Config
+
+        print(describe(Config).strip())
+        return 0
+    from ...config import ConfigError
+    from ..running import run_config
+
+    if args.cfg is None:
+        raise ConfigError("--cfg: which config? It is a file, or a name in configs/; --help-config explains its keys")
+    return run_config(args.cfg, args.overrides, resume=args.resume)

@@ -1,0 +1,266 @@
+"""The engine: one network on all ranks, whichever way it is spread (single, DDP, DeepSpeed ZeRO 0 to 3).
+
+    engine = Engine(world, config.engine, network, optimizer, accumulate=2, clip=1.0, batch=64)
+    for last, piece in ...:
+        with engine.piece(last):
+            engine.backward(loss_of(engine.forward(piece.images)))
+    engine.step()
+
+What is minimised is the mean over ranks of the sum over pieces of the losses given to `backward`, whatever the engine.
+A rank's loss is therefore (sum of its weighted losses) * ranks / (total weight over ranks): rank 0 with losses 1, 2 and
+rank 1 with loss 6 give 3 * 2 / 3 = 2 and 6 * 2 / 3 = 4, whose mean is 3, the mean of the three samples.
+
+Knows no data, no objective and no files.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.optim import Optimizer
+
+from ..config import ConfigError
+from ..data.errors import DataError
+from . import zero
+from .settings import EngineSettings
+from .world import World
+
+_LARGEST_BUCKET = 50_000_000  # numbers that DeepSpeed puts together to send; it reserves memory for as many
+
+
+class Engine:
+    """Forward, backward and step of a network, and its state as plain tensors."""
+
+    def __init__(
+        self,
+        world: World,
+        settings: EngineSettings,
+        network: nn.Module,
+        optimizer: Optimizer,
+        *,
+        accumulate: int,
+        clip: float,
+        batch: int,
+    ) -> None:
+        self.world, self.settings = world, settings
+        self.network = _prepared(network, world, settings)  # the plain module: its parameters have their own names
+        self._optimizer = optimizer
+        self._clip, self._norm = clip, None  # type: float, Tensor | float | None
+        if world.kind == "deepspeed":
+            _complete_deepspeed_config(world, settings, self.network, accumulate, clip, batch)
+        with warnings.catch_warnings():
+            # Newer torch has another word for broadcast_buffers, which accelerate does not know yet.
+            warnings.filterwarnings("ignore", ".*broadcast_buffers", FutureWarning)
+            prepared = world.accelerator.prepare(self.network, optimizer)
+        if settings.channels_last and world.kind == "deepspeed" and not settings.zero:
+            # Only now: DeepSpeed cannot broadcast such weights, and ZeRO cuts them up. Images are enough for it.
+            self.network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self._wrapped: Any = prepared[0]
+        self._stepper: Any = prepared[1]
+
+    @property
+    def stage(self) -> int:
+        """What DeepSpeed has partitioned, 0 to 3."""
+        return self.settings.zero if self.world.kind == "deepspeed" else 0
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits in float32, of whatever precision is computed in.
+
+        Under ZeRO-3 collective in evaluation too: every rank must call it equally often.
+        """
+        if self.settings.channels_last and images.dim() == 4:
+            images = images.contiguous(memory_format=torch.channels_last)
+        logits: Tensor = self._wrapped(images)
+        return logits.float()
+
+    def piece(self, last: bool) -> AbstractContextManager[None]:
+        """Around forward and backward of a piece of a step. Gradients travel with the last one (ZeRO 2, 3: always)."""
+        if self.world.kind == "deepspeed":
+            self._wrapped.set_gradient_accumulation_boundary(is_boundary=last)
+            return nullcontext()
+        no_sync: AbstractContextManager[None] = self.world.accelerator.no_sync(self._wrapped)
+        return nullcontext() if last else no_sync
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradient of a piece."""
+        if self.world.kind == "deepspeed":
+            self._wrapped.backward(loss, scale_wrt_gas=False)
+        else:
+            self.world.accelerator.backward(loss)
+
+    def step(self) -> bool:
+        """Clip, update the weights, clear the gradients. False if fp16 overflowed and the update was left out."""
+        if self.world.kind == "deepspeed":
+            return self._deepspeed_step()
+        if self._clip:
+            self._norm = self.world.accelerator.clip_grad_norm_(self.network.parameters(), self._clip)
+        self._stepper.step()
+        self._stepper.zero_grad()
+        return not self._stepper.step_was_skipped
+
+    def _deepspeed_step(self) -> bool:
+        if self._clip and self.stage == 0:  # with ZeRO DeepSpeed does it, without it would not tell the norm
+            scaler = getattr(self._wrapped, "torch_autocast_z0_gradscaler", None)
+            if scaler is not None:
+                scaler.unscale_(self._optimizer)
+            self._norm = nn.utils.clip_grad_norm_(self.network.parameters(), self._clip)
+        self._wrapped.step()
+        if self.stage:
+            self._norm = self._wrapped.get_global_grad_norm()
+        return not getattr(self._wrapped.optimizer, "overflow", False)
+
+    def grad_norm(self) -> float | None:
+        """Norm of the last step's gradient before clipping; None if no one had to compute it. Waits for the device."""
+        return None if self._norm is None else float(self._norm)
+
+    def set_lr(self, rate: float) -> None:
+        """The learning rate from now on."""
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+
+    def train(self) -> None:
+        """Batch statistics, dropout."""
+        self._wrapped.train()
+
+    def eval(self) -> None:
+        """Running statistics, no dropout. Call `average_statistics` before."""
+        self._wrapped.eval()
+
+    def average_statistics(self) -> None:
+        """Give all ranks the mean of their running batch statistics: before an evaluation and before saving.
+
+        Collective. Between two calls each rank follows its own samples.
+        """
+        if self.world.size == 1:
+            return
+        norms = [module for module in self.network.modules() if isinstance(module, nn.modules.batchnorm._NormBase)]
+        buffers = [
+            buffer for module in norms for buffer in (module.running_mean, module.running_var) if buffer is not None
+        ]
+        if not buffers:
+            return
+        # In float64, so that the mean of equal ones is exactly what they are: averaging twice is averaging once.
+        flat = torch.cat([buffer.flatten().double() for buffer in buffers])
+        distributed.all_reduce(flat)
+        parts = (flat / self.world.size).split([buffer.numel() for buffer in buffers])
+        for buffer, mean in zip(buffers, parts, strict=True):
+            buffer.copy_(mean.view_as(buffer))
+
+    def network_state(self) -> dict[str, Tensor]:
+        """All weights and buffers by name, whole, on the CPU, float32 (counters as they are). Collective."""
+        weights = zero.whole_weights(self.network) if self.stage == 3 else {}
+        state = {}
+        for name, value in self.network.state_dict().items():
+            whole = weights.get(name, value).detach()
+            kept = torch.float32 if whole.is_floating_point() else whole.dtype
+            state[name] = whole.to("cpu", kept, copy=True, memory_format=torch.contiguous_format)
+        return state
+
+    def load_network_state(self, state: Mapping[str, Tensor]) -> None:
+        """Take over what `network_state` gave, under any engine and on any number of ranks. Collective."""
+        self._check_network_state(state)
+        if self.stage == 3:
+            zero.set_whole_weights(self.network, state)
+        own = self.network.state_dict()
+        partitioned = {name for name, _ in self.network.named_parameters()} if self.stage == 3 else set()
+        with torch.no_grad():
+            for name, value in own.items():
+                if name not in partitioned:
+                    value.copy_(state[name])
+        if self.stage:
+            zero.renew_masters(self._wrapped)
+
+    def optimizer_state(self) -> dict[str, Tensor]:
+        """What the optimizer keeps, `NAME/momentum_buffer` and the like, whole, on the CPU, float32. Collective."""
+        if self.stage:
+            return zero.whole_optimizer_state(self._wrapped, self.network)
+        return {
+            f"{name}/{key}": value.detach().to("cpu", torch.float32, copy=True, memory_format=torch.contiguous_format)
+            for name, parameter in self.network.named_parameters()
+            for key, value in self._optimizer.state.get(parameter, {}).items()
+            if torch.is_tensor(value)
+        }
+
+    def load_optimizer_state(self, state: Mapping[str, Tensor]) -> None:
+        """Take over what `optimizer_state` gave, under any engine and on any number of ranks. Collective."""
+        shapes = self._shapes()
+        for entry, value in state.items():
+            name, _, key = entry.rpartition("/")
+            if name not in shapes or (value.dim() and value.shape != shapes[name]):
+                expected = tuple(shapes[name]) if name in shapes else "no such parameter"
+                raise DataError(f"optimizer state: {entry} is {tuple(value.shape)}, the network has {expected}")
+        if self.stage:
+            zero.set_whole_optimizer_state(self._wrapped, self.network, state)
+            return
+        self._optimizer.state.clear()
+        parameters = dict(self.network.named_parameters())
+        for entry, value in state.items():
+            name, _, key = entry.rpartition("/")
+            # Adam's step stays on the CPU, as torch wants it; all else lies where its parameter does, and as it does.
+            mine = torch.empty_like(parameters[name]).copy_(value) if value.dim() else value.clone()
+            self._optimizer.state[parameters[name]][key] = mine.detach()
+
+    def _shapes(self) -> dict[str, torch.Size]:
+        """Of the whole parameters, ZeRO-3's too."""
+        return {name: getattr(value, "ds_shape", value.shape) for name, value in self.network.named_parameters()}
+
+    def _check_network_state(self, state: Mapping[str, Tensor]) -> None:
+        shapes = {name: value.shape for name, value in self.network.state_dict().items()} | self._shapes()
+        for name in sorted(shapes.keys() ^ state.keys()):
+            where = "the network but not in the state" if name in shapes else "the state but not in the network"
+            raise DataError(f"network state: {name} is in {where}; is it of another network (model.*)?")
+        for name, value in state.items():
+            if value.shape != shapes[name]:
+                raise DataError(
+                    f"network state: {name} is {tuple(value.shape)}, the network has {tuple(shapes[name])}; "
+                    f"is it of another network or another number of classes?"
+                )
+
+
+def _prepared(network: nn.Module, world: World, settings: EngineSettings) -> nn.Module:
+    """What must happen to a network before it is wrapped. Its parameters stay the same objects."""
+    if settings.sync_batchnorm and world.device.type != "cuda":
+        raise ConfigError("engine.sync_batchnorm: needs GPUs, and none was found; set it to false")
+    opened_with = world.accelerator.mixed_precision  # DeepSpeed is told later
+    if world.kind != "deepspeed" and opened_with != {"fp32": "no"}.get(settings.precision, settings.precision):
+        raise ConfigError(f"engine.precision = {settings.precision}, but the world was opened with {opened_with}")
+    if settings.sync_batchnorm and world.size > 1:
+        network = nn.SyncBatchNorm.convert_sync_batchnorm(network)
+    network = network.to(world.device)
+    if settings.channels_last and world.kind != "deepspeed":
+        network = network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    if settings.compile:
+        network.compile()  # in place: names stay as they are
+    return network
+
+
+def _complete_deepspeed_config(
+    world: World, settings: EngineSettings, network: nn.Module, accumulate: int, clip: float, batch: int
+) -> None:
+    """What DeepSpeed wants to know; `open_world` has begun it."""
+    weights = sum(parameter.numel() for parameter in network.parameters())
+    bucket = min(_LARGEST_BUCKET, weights + weights % 2)  # DeepSpeed wants it even
+    world.accelerator.gradient_accumulation_steps = accumulate
+    config = {
+        "train_micro_batch_size_per_gpu": max(1, batch),
+        "train_batch_size": max(1, batch) * accumulate * world.size,
+        "gradient_accumulation_steps": accumulate,
+        "gradient_clipping": clip if settings.zero else 0.0,
+        "zero_optimization": {
+            "stage": settings.zero, "reduce_bucket_size": bucket, "allgather_bucket_size": bucket,
+        },
+        "zero_allow_untested_optimizer": True,  # it has tested its own only
+        "steps_per_print": 10**12,
+    }  # fmt: skip
+    if settings.precision != "fp32":
+        # Weights stay float32, as with the other engines; gradients travel in float32 too, hence the empty list.
+        dtype = {"bf16": "bfloat16", "fp16": "float16"}[settings.precision]
+        config["torch_autocast"] = {"enabled": True, "dtype": dtype, "lower_precision_safe_modules": []}
+    held = world.accelerator.state.deepspeed_plugin.deepspeed_config
+    held.clear()
+    held.update(config)

@@ -1,0 +1,81 @@
+"""The end of an epoch: evaluation, what the noise table has found, the best network, a checkpoint. All collective."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import torch
+
+from ..noise import SOP
+from .checkpoint import BEST, LAST, save_checkpoint, save_network
+from .detection import noise_report
+from .evaluate import evaluate
+from .session import Session
+from .world import TogetherError
+
+_logger = logging.getLogger("sopdist.train")
+
+
+def end_epoch(session: Session, epoch: int) -> None:
+    """Do what is due after this epoch; after the last one everything is."""
+    config, clock = session.config, session.clock
+    last = session.step >= session.total_steps
+    session.engine.average_statistics()
+    if last or (epoch + 1) % config.evaluate.every == 0:
+        with clock.part("evaluate"):
+            improved = _evaluate(session, epoch)
+            if session.objective.sop is not None:
+                _tell_noise(session, session.objective.sop, epoch)
+        if improved:
+            _save(session, lambda: save_network(session, BEST))
+    with clock.part("checkpoint"):
+        if config.checkpoint.every and (last or (epoch + 1) % config.checkpoint.every == 0):
+            _save(session, lambda: save_checkpoint(session))
+        if last:
+            _save(session, lambda: save_network(session, LAST))
+
+
+def _evaluate(session: Session, epoch: int) -> bool:
+    """Evaluate on all splits; whether the network is the best so far."""
+    session.engine.eval()
+    metrics: dict[str, float] = {}
+    for name, stream in session.evaluations.items():
+        found = evaluate(session.engine.forward, stream, session.world)
+        metrics |= {f"{name}/{key}": value for key, value in found.items()}
+    session.engine.train()
+    decisive = session.config.evaluate.best or next(iter(session.evaluations), "")
+    score = metrics.get(f"{decisive}/top1", -1.0)
+    improved = score > session.best
+    if improved:
+        session.best = score
+    if session.journal is not None and metrics:
+        session.journal.log("eval", session.step, epoch, {**metrics, "best": session.best})
+    return improved
+
+
+def _tell_noise(session: Session, sop: SOP, epoch: int) -> None:
+    """What the table says about the labels, and, where the truth is known, how well."""
+    given = torch.from_numpy(session.stream.labels.labels.astype("int64"))
+    known = given.clamp_min(0)  # a sample without a label is never visited
+    scores, flags, visited = sop.noise_scores(), sop.flags(known), sop.visited()
+    proposed = sop.proposed_labels(known)
+    evictions, evicted = sop.evictions()
+    if session.journal is None:
+        return
+    truth = None if session.truth is None else session.truth.cpu().numpy()
+    scored, flagged, instead, seen = (column.cpu().numpy() for column in (scores, flags, proposed, visited))
+    classes = len(session.stream.split.manifest.classes)
+    report = noise_report(scored, flagged, instead, given.numpy(), truth, seen, classes)
+    report |= {"evictions": evictions, "largest_evicted": evicted}
+    session.journal.log("noise", session.step, epoch, report)
+
+
+def _save(session: Session, save: Callable[[], None]) -> None:
+    """A failed save costs a warning and is counted; the run goes on, and the last good one stays."""
+    try:
+        save()
+    except TogetherError as error:
+        session.failed_saves += 1
+        if session.world.rank == 0:
+            _logger.warning("could not save, the run goes on: %s", error)

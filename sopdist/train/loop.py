@@ -1,0 +1,83 @@
+"""The training loop.
+
+    for each row of the plan: rows of the noise table come in a step ahead -> network -> loss -> facts go back to the
+    rows' owners during the backward pass -> optimizer
+
+A rank's loss is scaled so that the mean over the ranks, which the engine takes, is the mean over all samples of the
+batch that count: so the number of ranks does not change what is computed.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..data.batch import Batch
+from .epoch_end import end_epoch
+from .nonfinite import NonFiniteGuard
+from .optim import learning_rate
+from .session import Session
+from .telling import tell_steps
+
+
+def train(session: Session) -> None:
+    """Train from `session.step` to the end."""
+    config, world, engine, objective = session.config, session.world, session.engine, session.objective
+    stream, tally, clock = session.stream, session.tally, session.clock
+    guard = NonFiniteGuard(session)
+    steps, total_steps = stream.steps, session.total_steps
+
+    for epoch in range(session.step // steps, config.train.epochs):
+        if session.step >= total_steps:
+            break
+        rows = stream.plan(epoch).rows  # (steps, batch): every rank knows what all ranks see
+        start = session.step - epoch * steps
+        stop = min(steps, total_steps - epoch * steps)
+        engine.train()
+        objective.expect(rows[start])
+        for row, batch in zip(range(start, stop), clock.timed("data", stream.epoch(epoch, start)), strict=False):
+            torch.manual_seed(seed_of(session))
+            rate = learning_rate(config.optim, session.step, steps, total_steps)
+            engine.set_lr(rate)
+            objective.set_rate(rate)
+            weight = world.begin_sum([float(batch.weight.sum()), guard.previous()])
+            if row + 1 < stop:
+                objective.expect(rows[row + 1])
+            here = batch.to(world.device)
+            for number, piece in enumerate(here.pieces(config.train.accumulate), 1):
+                with engine.piece(last=number == config.train.accumulate):
+                    logits, logits2 = both_views(session, piece)
+                    loss = objective.loss(logits, piece, logits2)
+                    weight_of_all, nonfinite = weight.result()
+                    engine.backward(loss * (world.size / max(weight_of_all, 1.0)))
+                guard.watch(piece, tally.add(logits.detach(), loss.detach(), piece, truth_of(session, piece)))
+            engine.step()
+            objective.settle()
+            guard.check(nonfinite)
+            session.step += 1
+            if session.journal is not None:
+                session.journal.advance(session.step)
+            if session.step % config.log.every == 0 or row + 1 == stop:
+                tell_steps(session, epoch, rate)
+        guard.flush()
+        end_epoch(session, epoch)
+
+
+def both_views(session: Session, piece: Batch) -> tuple[Tensor, Tensor | None]:
+    """Logits of one or two views, which go through the network together."""
+    if piece.images2 is None:
+        return session.engine.forward(piece.images), None
+    logits = session.engine.forward(torch.cat([piece.images, piece.images2]))
+    return logits.tensor_split(2)  # type: ignore[return-value]
+
+
+def seed_of(session: Session) -> int:
+    """For what is random in the network (dropout): the same on a resume, different on every rank and step."""
+    return ((session.config.run.seed * 1_000_003 + session.step) * 1_000_003 + session.world.rank) % 2**63
+
+
+def truth_of(session: Session, piece: Batch) -> Tensor | None:
+    """The clean labels of a piece, -1 where unknown."""
+    if session.truth is None:
+        return None
+    return session.truth[piece.index]

@@ -1,0 +1,84 @@
+"""The guard against a loss that is not finite: a network that has diverged must not look like one that has converged.
+
+Samples whose logits are not finite are left out of the loss. A few such steps are forgiven; more than
+`train.max_nonfinite_steps` in a row end the run, with the step, the samples and a file to look at.
+
+The count of a step is read when the next one begins, so that no step waits for the device, and travels with that step's
+own sums, so that all ranks stop at the same step.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..data.batch import Batch
+from ..files import write_whole
+from .session import Session
+
+_MOST_NAMED = 8
+
+
+class NonFiniteError(Exception):
+    """The loss was not finite for too many steps in a row. All ranks raise it at the same step."""
+
+
+class NonFiniteGuard:
+    """Counts the steps in a row of which some sample was not finite."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._row: list[tuple[Batch, Tensor]] = []  # the latest step's pieces, and which of their samples are bad
+        self._streak = 0
+
+    def watch(self, piece: Batch, bad: Tensor) -> None:
+        """A piece of the current step, and which of its samples (B,) are not finite."""
+        self._row.append((piece, bad))
+
+    def previous(self) -> float:
+        """How many samples of this rank's latest step were not finite; a new step begins."""
+        count = float(torch.stack([bad.sum() for _, bad in self._row]).sum()) if self._row else 0.0
+        self._latest, self._row = self._row, []
+        return count
+
+    def check(self, nonfinite: float) -> None:
+        """So many samples of the latest step, of all ranks, were not finite. Collective if it is too much."""
+        self._streak = self._streak + 1 if nonfinite else 0
+        if self._streak > self._session.config.train.max_nonfinite_steps:
+            self._stop()
+
+    def flush(self) -> None:
+        """The epoch is over: check its last step, too. Collective."""
+        (nonfinite,) = self._session.world.sum([self.previous()])
+        self.check(nonfinite)
+
+    def _stop(self) -> None:
+        session = self._session
+        step = session.step - 1
+        mine = [sample for piece, bad in self._latest for sample in _describe(session, piece, bad)]
+        samples = [sample for rank in session.world.gather_objects(mine) for sample in rank]
+        path = session.folder / f"nonfinite-step-{step}.json"
+        content: dict[str, Any] = {"step": step, "epoch": step // session.stream.steps, "steps in a row": self._streak}
+        content |= {"samples": samples}
+        session.world.on_first(lambda: write_whole(path, (json.dumps(content, indent=1) + "\n").encode()))
+        named = ", ".join(str(sample["index"]) for sample in samples[:_MOST_NAMED])
+        more = ", ..." if len(samples) > _MOST_NAMED else ""
+        raise NonFiniteError(
+            f"the loss is not finite, for {self._streak} steps in a row "
+            f"(train.max_nonfinite_steps = {session.config.train.max_nonfinite_steps}); the last is step {step}, "
+            f"epoch {step // session.stream.steps}, with {len(samples)} samples: index {named}{more}. "
+            f"All of them are in {path}. Lower optim.lr, clip the gradient (train.clip), or warm up "
+            f"(optim.warmup_epochs)"
+        )
+
+
+def _describe(session: Session, piece: Batch, bad: Tensor) -> list[dict[str, Any]]:
+    found = []
+    for place in bad.nonzero()[:, 0].tolist():
+        index = int(piece.index[place])
+        where = session.stream.split.where(index)
+        found.append({"index": index, "label": int(piece.labels[place]), "rank": session.world.rank, "where": where})
+    return found

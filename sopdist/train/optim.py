@@ -1,0 +1,43 @@
+"""The optimizer, and its learning rate as a function of the step. Knows no network architecture, keeps no state."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from .settings import OptimSettings
+
+
+def make_optimizer(settings: OptimSettings, network: nn.Module) -> Optimizer:
+    """SGD or AdamW over all parameters that are trained. Weight decay makes no exceptions, as in the paper."""
+    parameters = [parameter for parameter in network.parameters() if parameter.requires_grad]
+    if settings.name == "sgd":
+        return torch.optim.SGD(
+            parameters, lr=settings.lr, momentum=settings.momentum, nesterov=settings.nesterov,
+            weight_decay=settings.weight_decay,
+        )  # fmt: skip
+    return torch.optim.AdamW(parameters, lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay)
+
+
+def learning_rate(settings: OptimSettings, step: int, steps_per_epoch: int, total_steps: int) -> float:
+    """The rate of optimizer step `step`, which counts from 0 over all epochs.
+
+    During a warm-up of w steps, step t has (t + 1) / w of what the schedule says; the schedule itself runs from step 0.
+    With cosine, step `total_steps` would have the final rate.
+    """
+    warmup = settings.warmup_epochs * steps_per_epoch
+    return _scheduled(settings, step, steps_per_epoch, total_steps) * (min(1.0, (step + 1) / warmup) if warmup else 1.0)
+
+
+def _scheduled(settings: OptimSettings, step: int, steps_per_epoch: int, total_steps: int) -> float:
+    if settings.schedule == "multistep":
+        passed = bisect_right([round(milestone * steps_per_epoch) for milestone in settings.milestones], step)
+        return settings.lr * settings.gamma**passed
+    if settings.schedule == "cosine":
+        share = min(1.0, step / total_steps) if total_steps else 1.0
+        return settings.final_lr + (settings.lr - settings.final_lr) * (1 + math.cos(math.pi * share)) / 2
+    return settings.lr

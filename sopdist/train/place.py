@@ -1,0 +1,165 @@
+"""Which rank of how many this process is, read from what its launcher left in the environment.
+
+Knows the launchers' variables and nothing else: no torch, no process group, no device.
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+
+from ..config import ConfigError
+
+_LOCALHOST = "127.0.0.1"
+_FIRST_PORT, _PORTS = 12000, 20000  # below the range from which systems hand out ports by themselves
+_NOT_A_STEP = 0xFFFFFFF0  # Slurm numbers the batch script and the interactive shell from about here
+
+# Rank, size, local rank, local size, as the two families of mpirun call them.
+_MPI = (
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+)
+LAUNCH_VARIABLES = (
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", *_MPI[0], *_MPI[1], "MV2_COMM_WORLD_SIZE",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this process stands among all ranks."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0  # among the ranks of this node
+    local_size: int = 1
+    launcher: str = "python"
+    master: str = _LOCALHOST  # the host on which rank 0 can be met
+    port: int = 0  # and where; 0: not fixed, which only one process can afford
+
+
+def find_place(environ: Mapping[str, str]) -> Place:
+    """What the environment says. Without a launcher, or in a batch script without `srun`: one process, alone."""
+    if "RANK" in environ or "WORLD_SIZE" in environ:
+        return _from_ranks(environ)
+    step = _slurm_step(environ)
+    if step is not None:
+        return _from_slurm(environ, step)
+    for names in _MPI:
+        if all(name in environ for name in names) and _number(environ, names[1]) > 1:
+            return _checked(environ, names, launcher="mpirun", port=_number(environ, "MASTER_PORT", 29500))
+    return Place()
+
+
+def export_place(place: Place, environ: MutableMapping[str, str]) -> None:
+    """Say it once more in the words that torch, accelerate and DeepSpeed understand."""
+    environ["RANK"], environ["WORLD_SIZE"] = str(place.rank), str(place.size)
+    environ["LOCAL_RANK"], environ["LOCAL_WORLD_SIZE"] = str(place.local_rank), str(place.local_size)
+    environ["MASTER_ADDR"] = place.master
+    environ["MASTER_PORT"] = str(place.port or _free_port())
+
+
+def first_host(hosts: str) -> str:
+    """The first of a list of hosts as Slurm writes it: `node[003-007,9],other` begins with `node003`."""
+    first = re.split(r",(?![^\[]*\])", hosts)[0]  # at commas outside of brackets
+    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first)
+
+
+def tasks_per_node(text: str) -> list[int]:
+    """How many ranks each node has, as Slurm writes it: `2(x3),1` is 2, 2, 2, 1."""
+    counts: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+        if match is None:
+            raise ConfigError(f"SLURM_STEP_TASKS_PER_NODE = {text!r}: not of the form 2(x3),1")
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts
+
+
+def _from_ranks(environ: Mapping[str, str]) -> Place:
+    """torchrun, deepspeed and accelerate launch; also whoever sets these variables by hand."""
+    for name, other in (("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK")):
+        if other not in environ:
+            raise ConfigError(f"{name} is set but {other} is not: set both, or start with torchrun, deepspeed or srun")
+    size = _number(environ, "WORLD_SIZE")
+    step = _slurm_step(environ)
+    if step is not None and size < step:
+        raise ConfigError(
+            f"WORLD_SIZE = {size}, but srun started {step} tasks (SLURM_STEP_NUM_TASKS): each would train alone; "
+            f"unset RANK and WORLD_SIZE, or start one task per node with torchrun in it"
+        )
+    if size > 1:
+        for name in ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+            if name not in environ:
+                raise ConfigError(f"WORLD_SIZE = {size}, but {name} is not set: start with torchrun, deepspeed or srun")
+    local_size = next((name for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE") if name in environ), "WORLD_SIZE")
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", local_size)
+    if "TORCHELASTIC_RUN_ID" in environ:
+        launcher = "accelerate" if "ACCELERATE_MIXED_PRECISION" in environ else "torchrun"
+    else:
+        launcher = "deepspeed" if "CROSS_SIZE" in environ else "environment"
+    return _checked(environ, names, launcher=launcher, port=_number(environ, "MASTER_PORT", 0))
+
+
+def _slurm_step(environ: Mapping[str, str]) -> int | None:
+    """Tasks of the srun that this process belongs to; None outside of one.
+
+    A batch script has SLURM_PROCID and SLURM_NTASKS as well, but is one process: only a step's own variables count.
+    """
+    if "SLURM_PROCID" not in environ or "SLURM_STEP_NUM_TASKS" not in environ:
+        return None
+    if _number(environ, "SLURM_STEP_ID", _number(environ, "SLURM_STEPID", 0)) >= _NOT_A_STEP:
+        return None
+    return _number(environ, "SLURM_STEP_NUM_TASKS")
+
+
+def _from_slurm(environ: Mapping[str, str], size: int) -> Place:
+    rank, local_rank = _number(environ, "SLURM_PROCID"), _number(environ, "SLURM_LOCALID", 0)
+    if rank >= size:
+        raise ConfigError(f"SLURM_PROCID = {rank}, but SLURM_STEP_NUM_TASKS = {size}: the variables are of two steps")
+    per_node = tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE", str(size)))
+    node = _number(environ, "SLURM_NODEID", 0)
+    if sum(per_node) != size or node >= len(per_node) or local_rank >= per_node[node]:
+        raise ConfigError(
+            f"SLURM_STEP_TASKS_PER_NODE = {environ.get('SLURM_STEP_TASKS_PER_NODE')!r} contradicts SLURM_NODEID = "
+            f"{node}, SLURM_LOCALID = {local_rank}, SLURM_STEP_NUM_TASKS = {size}: the variables are of two steps"
+        )
+    hosts = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
+    if len(per_node) > 1 and not hosts and "MASTER_ADDR" not in environ:
+        raise ConfigError("SLURM_STEP_NODELIST is not set: set MASTER_ADDR to the host of the first task")
+    master = _LOCALHOST if len(per_node) == 1 else first_host(hosts)
+    # Jobs that share a node, and steps that share a job, must not meet at the same port.
+    job, step = _number(environ, "SLURM_JOB_ID", 0), _number(environ, "SLURM_STEP_ID", 0)
+    return Place(
+        rank, size, local_rank, per_node[node], "srun",
+        master=environ.get("MASTER_ADDR") or master,
+        port=_number(environ, "MASTER_PORT", _FIRST_PORT + (7 * job + step) % _PORTS),
+    )  # fmt: skip
+
+
+def _checked(environ: Mapping[str, str], names: tuple[str, str, str, str], *, launcher: str, port: int) -> Place:
+    """A place from four variables: rank, size, local rank, local size; each rank must be less than its size."""
+    rank, size = _number(environ, names[0]), _number(environ, names[1])
+    local_rank, local_size = _number(environ, names[2], 0), _number(environ, names[3])
+    for small, large, limit in ((rank, size, names[1]), (local_rank, local_size, names[3])):
+        if small >= large:
+            name = names[0] if limit == names[1] else names[2]
+            raise ConfigError(f"{name} = {small}, but {limit} = {large}: the variables are of two launches")
+    if local_size > size:
+        raise ConfigError(f"{names[3]} = {local_size}, but {names[1]} = {size}: the variables are of two launches")
+    return Place(rank, size, local_rank, local_size, launcher, environ.get("MASTER_ADDR") or _LOCALHOST, port)
+
+
+def _number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = environ.get(name, "") if default is None else environ.get(name) or str(default)
+    if not text.strip().isdigit():
+        raise ConfigError(f"{name} = {text!r} in the environment: must be a whole number")
+    return int(text)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((_LOCALHOST, 0))
+        port: int = probe.getsockname()[1]
+    return port

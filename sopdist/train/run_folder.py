@@ -1,0 +1,97 @@
+"""The folder of a run: its name, what is in it, and whether a run may begin there. It knows files, not training."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ..config import ConfigError, to_tree, to_yaml
+from ..data.errors import DataError
+from ..data.remote.transfer import PIPE, without_secrets
+from ..files import whole_file
+from .config import Config
+
+CONFIG = "config.yaml"  # resolved: every key with its value
+METRICS = "metrics.jsonl"  # one line each time something was measured
+SUMMARY_JSON = "summary.json"  # how the run ended
+SUMMARY_CSV = "summary.csv"  # a row for each evaluated epoch
+WANDB_ID = "wandb.id"  # which run of W&B this is, so that a resumed run goes on there
+
+LEAST_FREE = 16 << 20  # bytes without which no run begins: logs alone need more
+_ELSEWHERE = "run.folder=... chooses another place"
+
+_logger = logging.getLogger("sopdist.train")
+
+
+def open_run(config: Config, *, resume: bool) -> Path:
+    """Make the folder of a run, or find it again, with the config in it. For rank 0 only.
+
+    A run that is there already is not touched unless it is to be resumed. A start that failed before the first step has
+    left only its config behind, and does not count.
+    """
+    if not config.run.name:
+        raise ConfigError("run.name: must be set: it names the folder of the run")
+    folder = Path(config.run.folder) / config.run.name
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not resume and any((folder / name).exists() for name in (METRICS, SUMMARY_JSON)):
+            raise DataError(
+                f"{folder} holds a run already: --resume auto goes on with it, run.name=... starts another one"
+            )
+        free = shutil.disk_usage(folder).free
+        if free < LEAST_FREE:
+            raise DataError(f"{folder}: its disk is full, {free >> 20} MiB are free; free some space, or {_ELSEWHERE}")
+        if resume:
+            _tell_changes(folder / CONFIG, to_tree(config))
+        _write_config(folder / CONFIG, config)
+    except OSError as error:
+        raise DataError(f"{folder}: cannot be written: {error.strerror or error}; {_ELSEWHERE}") from None
+    return folder
+
+
+def shown(tree: Any) -> Any:
+    """The values of a config as anybody may see them: URLs without passwords and tokens, commands by their program."""
+    if isinstance(tree, dict):
+        return {key: shown(value) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return [shown(value) for value in tree]
+    if not isinstance(tree, str):
+        return tree
+    if tree.startswith(PIPE):  # a command may carry secrets anywhere
+        program = tree.removeprefix(PIPE).split(maxsplit=1)[:1]
+        return f"{PIPE}{''.join(program)} ***"
+    return without_secrets(tree)
+
+
+def _write_config(path: Path, config: Config) -> None:
+    """It must load again, so it keeps its secrets; a file that has some is for its owner only."""
+    tree = to_tree(config)
+    with whole_file(path) as file:
+        if shown(tree) != tree:
+            os.fchmod(file.fileno(), 0o600)
+        file.write(to_yaml(config).encode())
+
+
+def _tell_changes(path: Path, now: dict[str, Any]) -> None:
+    """A run may be resumed with other settings, but not by accident."""
+    try:
+        before = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError, UnicodeDecodeError):
+        return
+    old, new = _flat(before), _flat(now)
+    changes = [f"{key} = {shown(new.get(key))}, was {shown(old.get(key))}" for key in new if old.get(key) != new[key]]
+    if changes:
+        _logger.warning("%s goes on with other settings: %s", path.parent, "; ".join(changes))
+
+
+def _flat(tree: Any, where: str = "") -> dict[str, Any]:
+    """`{"a": {"b": 1}}` -> `{"a.b": 1}`."""
+    if not isinstance(tree, dict):
+        return {where: tree}
+    inside = (_flat(value, f"{where}.{key}" if where else str(key)) for key, value in tree.items())
+    return {key: value for part in inside for key, value in part.items()}

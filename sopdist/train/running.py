@@ -1,0 +1,131 @@
+"""From a config to the end of a run: the ranks meet, everything is opened, trained, and closed, whatever happens.
+
+Mistakes that all ranks know of are told once, by rank 0, and all ranks leave together. A rank that fails alone says so
+and ends at once; the others find it gone (`lifeline`) and end, too. No rank waits for one that will not come.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from contextlib import suppress
+
+from ..config import ConfigError
+from ..data.errors import DataError
+from . import config as configs
+from . import lifeline
+from .config import Config
+from .forecast import check_ranks
+from .nonfinite import NonFiniteError
+from .place import Place, find_place
+from .world import TogetherError, World, open_world
+
+OK, FAILED, BAD_CONFIG, NOT_FINITE, INTERRUPTED = 0, 1, 2, 3, 130
+
+
+def run_config(name: str, overrides: Sequence[str] = (), *, resume: str = "none") -> int:
+    """Train what the config says; returns the exit code."""
+    place = find_place(os.environ)
+    logging.basicConfig(level=logging.INFO if place.rank == 0 else logging.WARNING, format=_format(place))
+    for chatty in ("accelerate", "torch", "deepspeed", "DeepSpeed", "wandb"):
+        logging.getLogger(chatty).setLevel(logging.WARNING)
+    try:
+        config = configs.load(name, overrides)
+        check_ranks(config, place.size)
+        world = open_world(place, config.engine)
+    except (ConfigError, DataError) as error:  # every rank finds the same, and has nobody to wait for yet
+        return _tell(place.rank, error)
+    return _run_together(config, world, resume)
+
+
+def _run_together(config: Config, world: World, resume: str) -> int:
+    watching = lifeline.start(world)
+    code = FAILED
+    try:
+        code = _train(config, world, resume)
+    except TogetherError as error:
+        code = _tell(world.rank, error)
+    except NonFiniteError as error:  # raised by all ranks at the same step
+        _tell(world.rank, error)
+        code = NOT_FINITE
+    except ConfigError as error:
+        code = _tell(world.rank, error)
+    except KeyboardInterrupt:
+        _tell(world.rank, "interrupted")
+        _end_alone(INTERRUPTED)
+    except Exception as error:
+        if world.size == 1 and isinstance(error, DataError | OSError):
+            return _tell(0, error)
+        if world.size == 1:
+            raise
+        _fail_alone(world, error)
+    watching.stop()
+    world.close()
+    return code
+
+
+def _train(config: Config, world: World, resume: str) -> int:
+    from .checkpoint import find_checkpoint, load_checkpoint
+    from .loop import train
+    from .session import open_session
+    from .telling import tell_beginning, tell_end
+
+    session = open_session(config, world, resume=resume != "none")
+    try:
+        checkpoint = world.agree(lambda: find_checkpoint(session.folder, resume))
+        if checkpoint is not None:
+            load_checkpoint(session, checkpoint)
+        tell_beginning(session, checkpoint)
+        train(session)
+        tell_end(session)
+    except BaseException as error:
+        if session.journal is not None:
+            with suppress(Exception):
+                session.journal.finish({"exit": f"{type(error).__name__}: {error}"}, finished=False)
+        raise
+    finally:
+        session.close()
+    return OK
+
+
+def _tell(rank: int, error: object) -> int:
+    """Rank 0 speaks for all."""
+    if rank == 0:
+        print(f"sopdist: {error}", file=sys.stderr, flush=True)
+    return BAD_CONFIG if isinstance(error, ConfigError) else FAILED
+
+
+def _fail_alone(world: World, error: Exception) -> None:
+    """This rank cannot go on, and the others do not know. Or it is the other way round."""
+    expected = isinstance(error, DataError | OSError)
+    if expected:
+        print(f"sopdist: rank {world.rank}: {error}", file=sys.stderr, flush=True)
+    elif lost_contact(error):
+        time.sleep(lifeline.SILENCE + lifeline.GRACE)  # the lifeline finds out who it is, says so and ends this rank
+        print(f"sopdist: rank {world.rank}: lost contact with another rank: {error}", file=sys.stderr, flush=True)
+        _end_alone(lifeline.LOST)
+    else:
+        print(f"sopdist: rank {world.rank} has failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+    _end_alone(FAILED)
+
+
+def lost_contact(error: Exception) -> bool:
+    """Whether a rank's error is only that another one is gone."""
+    text = str(error)
+    signs = ("Connection closed by peer", "Connection reset", "Broken pipe", "NCCL", "gloo", "Gloo", "Timed out")
+    return isinstance(error, RuntimeError) and any(sign in text for sign in signs)
+
+
+def _end_alone(code: int) -> None:
+    """Without good-byes: what waits for other ranks at the end of a process would hang."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _format(place: Place) -> str:
+    return "%(message)s" if place.size == 1 else f"rank {place.rank}: %(message)s"

@@ -1,0 +1,105 @@
+"""A rank that trains a small network through the engine, as the jobs in a JSON file say, and saves what came out.
+
+    python -m tests.train.engine_worker JOBS.json      [{"kind": "ddp", "zero": 0, "out": "a.pt", ...}, ...]
+
+All jobs of a file are of one kind, so that they can share the ranks' world.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sopdist.train.engine import Engine
+from sopdist.train.optim import make_optimizer
+from sopdist.train.settings import EngineSettings, OptimSettings
+from sopdist.train.world import World, find_place, open_world
+
+BATCH, CLASSES = 12, 5  # of all ranks together
+
+
+def network(norm: bool = False) -> nn.Module:
+    """Small, but with one layer that ZeRO-3 really cuts (it leaves those below 100,000 weights whole)."""
+    torch.manual_seed(0)
+    layers: list[nn.Module] = [nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 8 * 8, 257)]
+    layers += [nn.BatchNorm1d(257)] if norm else []
+    return nn.Sequential(*layers, nn.ReLU(), nn.Linear(257, CLASSES))
+
+
+def samples(step: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Images, labels and weights of a step. One weight is 0, so that ranks have different totals."""
+    generator = torch.Generator().manual_seed(step)
+    images = torch.randn(BATCH, 3, 8, 8, generator=generator)
+    labels = torch.randint(CLASSES, (BATCH,), generator=generator)
+    weight = torch.ones(BATCH)
+    weight[step % BATCH] = 0
+    return images, labels, weight
+
+
+def share(values: Tensor, rank: int, size: int) -> Tensor:
+    """A rank's part, of uneven length: of 12 samples two ranks get 7 and 5."""
+    cut = [0, 7, BATCH] if size == 2 else [0, *(BATCH * (r + 1) // size for r in range(size))]
+    return values[cut[rank] : cut[rank + 1]]
+
+
+def train(engine: Engine, world: World, first: int, steps: int, pieces: int, rate: float) -> list[float]:
+    """So many steps; the gradient's norms."""
+    norms = []
+    engine.train()
+    engine.set_lr(rate)
+    for step in range(first, first + steps):
+        parts = [share(values, world.rank, world.size).tensor_split(pieces) for values in samples(step)]
+        total = world.sum([float(sum(weight.sum() for weight in parts[2]))])[0]
+        for n, (images, labels, weight) in enumerate(zip(*parts, strict=True)):
+            with engine.piece(last=n == pieces - 1):
+                losses = nn.functional.cross_entropy(engine.forward(images), labels, reduction="none")
+                engine.backward((losses * weight).sum() * world.size / total)
+        assert engine.step()
+        norms.append(engine.grad_norm())
+    return norms
+
+
+def run(job: dict[str, Any], world: World) -> None:
+    settings = EngineSettings(
+        kind=job["kind"], zero=job.get("zero", 0), precision=job.get("precision", "fp32"), threads=1, timeout=120
+    )
+    optim = OptimSettings(name=job.get("optimizer", "sgd"), lr=0.5, weight_decay=1e-2)
+    model = network(job.get("norm", False))
+    pieces, steps = job.get("pieces", 1), job.get("steps", 3)
+    engine = Engine(
+        world, settings, model, make_optimizer(optim, model), accumulate=pieces, clip=job.get("clip", 0.0), batch=3
+    )
+    if "load" in job:
+        loaded = torch.load(job["load"], weights_only=True)
+        engine.load_network_state(loaded["network"])
+        engine.load_optimizer_state(loaded["optimizer"])
+    norms = train(engine, world, job.get("first", 0), steps, pieces, job.get("rate", 0.1))
+    if job.get("norm"):
+        engine.average_statistics()
+    engine.eval()
+    with torch.no_grad():
+        logits = engine.forward(samples(99)[0])
+    result = {
+        "network": engine.network_state(), "optimizer": engine.optimizer_state(), "norms": norms, "logits": logits,
+    }  # fmt: skip
+    Path(job["out"]).parent.mkdir(parents=True, exist_ok=True)
+    torch.save(result, f"{job['out']}.rank{world.rank}")
+
+
+def main() -> None:
+    jobs = json.loads(Path(sys.argv[-1]).read_text())
+    world = open_world(find_place(os.environ), EngineSettings(kind=jobs[0]["kind"], threads=1, timeout=120))
+    assert world.kind == jobs[0]["kind"]
+    for job in jobs:
+        run(job, world)
+    world.close()
+
+
+if __name__ == "__main__":
+    main()

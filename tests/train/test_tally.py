@@ -1,0 +1,125 @@
+"""The tally of samples: sums on the device, compared with a count sample by sample."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sopdist.data.batch import Batch
+from sopdist.train.tally import SUMS, Tally, metrics_of
+
+
+def make_batch(labels: Tensor, weight: Tensor) -> Batch:
+    size = len(labels)
+    return Batch(torch.zeros(size, 1, 1, 1), labels, torch.arange(size), weight)
+
+
+def count(logits: Tensor, loss: float, labels: list[int], weight: list[float], truth: list[int]) -> list[float]:
+    """The same sums, one sample at a time."""
+    of = dict.fromkeys(SUMS, 0.0)
+    of["loss"] = loss if math.isfinite(loss) else 0.0
+    for row, label, w, true in zip(logits.tolist(), labels, weight, truth, strict=True):
+        if not w:
+            continue
+        finite = all(map(math.isfinite, row)) and math.isfinite(loss)
+        predicted = row.index(max(row)) if finite else None
+        of["samples"] += 1
+        of["finite"] += finite
+        of["nonfinite"] += not finite
+        of["correct"] += predicted == label
+        if true >= 0:
+            of["known"] += 1
+            of["clean_correct"] += predicted == true
+            of["wrong"] += label != true
+            of["memorised"] += label != true and predicted == label
+    return list(of.values())
+
+
+@given(st.data())
+def test_sums_equal_a_count_sample_by_sample(data: st.DataObject) -> None:
+    tally, expected = Tally("cpu"), [0.0] * len(SUMS)
+    for _ in range(data.draw(st.integers(1, 3))):
+        size = data.draw(st.integers(0, 6))
+        numbers = st.one_of(st.integers(-3, 3).map(float), st.sampled_from([math.nan, math.inf, -math.inf]))
+        rows = data.draw(st.lists(st.lists(numbers, min_size=4, max_size=4), min_size=size, max_size=size))
+        labels, truth = (
+            data.draw(st.lists(st.integers(least, 3), min_size=size, max_size=size)) for least in (0, -1)
+        )
+        weight = data.draw(st.lists(st.sampled_from([0.0, 1.0]), min_size=size, max_size=size))
+        loss = data.draw(st.sampled_from([0.0, 2.5, 7.25, math.nan, math.inf]))
+        logits = torch.tensor(rows).reshape(size, 4)
+        batch = make_batch(torch.tensor(labels, dtype=torch.int64), torch.tensor(weight))
+        bad = tally.add(logits, torch.tensor(loss), batch, torch.tensor(truth, dtype=torch.int32))
+        new = count(logits, loss, labels, weight, truth)
+        assert int(bad.sum()) == new[SUMS.index("nonfinite")]
+        expected = [total + number for total, number in zip(expected, new, strict=True)]
+    assert tally.take() == expected
+    assert tally.take() == [0.0] * len(SUMS), "taking starts anew"
+
+
+def test_metrics_are_means_over_the_samples_that_count() -> None:
+    tally = Tally("cpu")
+    logits = torch.eye(4)[[0, 1, 2, 3, 3]]  # what the network says
+    batch = make_batch(torch.tensor([0, 1, 3, 3, 3]), torch.tensor([1.0, 1, 1, 1, 0]))
+    tally.add(logits, torch.tensor(6.0), batch, torch.tensor([0, 2, 2, -1, 0]))
+    assert metrics_of(tally.take()) == {
+        "loss": 1.5, "accuracy": 0.75, "samples": 4, "nonfinite": 0,
+        "clean_accuracy": 2 / 3, "memorised": 1 / 2,  # samples 1 and 2 are wrong; the label of 1 was learned
+    }  # fmt: skip
+
+
+def test_two_ranks_added_up_give_the_metrics_of_one() -> None:
+    torch.manual_seed(0)
+    logits, labels, truth = torch.randn(11, 5), torch.randint(5, (11,)), torch.randint(-1, 5, (11,))
+    weight, losses = (torch.rand(11) > 0.2).float(), torch.rand(11, dtype=torch.float64)
+    one = Tally("cpu")
+    one.add(logits, (losses * weight).sum(), make_batch(labels, weight), truth)
+    sums = []
+    for part in (slice(0, 4), slice(4, 11)):
+        rank = Tally("cpu")
+        rank.add(logits[part], (losses * weight)[part].sum(), make_batch(labels[part], weight[part]), truth[part])
+        sums.append(rank.take())
+    together = metrics_of([a + b for a, b in zip(*sums, strict=True)])
+    assert together == pytest.approx(metrics_of(one.take()), rel=1e-12)
+
+
+def test_one_sample_that_is_not_finite_does_not_hide_the_loss_of_the_others() -> None:
+    tally = Tally("cpu")
+    good = make_batch(torch.tensor([0, 1]), torch.ones(2))
+    tally.add(torch.eye(2), torch.tensor(3.0), good)
+    tally.add(torch.full((2, 2), torch.nan), torch.tensor(torch.nan), good)
+    metrics = metrics_of(tally.take())
+    assert metrics == {"loss": 1.5, "accuracy": 0.5, "samples": 4, "nonfinite": 2}
+
+
+def test_without_a_truth_nothing_is_said_about_it_and_without_samples_nothing_at_all() -> None:
+    assert metrics_of(Tally("cpu").take()) == {"loss": None, "accuracy": None, "samples": 0, "nonfinite": 0}
+
+
+class Waits(TorchDispatchMode):
+    """Counts what makes the host wait for a device: numbers that are read, and shapes that depend on values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ARG002
+        name = str(func)
+        self.count += any(word in name for word in ("_local_scalar_dense", "nonzero", "masked_select"))
+        return func(*args, **(kwargs or {}))
+
+
+def test_adding_never_waits_for_the_device() -> None:
+    tally, batch = Tally("cpu"), make_batch(torch.tensor([0, 1]), torch.ones(2))
+    with Waits() as waits:
+        tally.add(torch.eye(2), torch.tensor(3.0), batch, torch.tensor([0, 0]))
+        assert waits.count == 0
+        bool(torch.ones(()))
+    assert waits.count == 1, "the watch works"

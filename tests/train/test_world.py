@@ -1,0 +1,213 @@
+"""Finding one's place among ranks, and what ranks tell each other."""
+
+from __future__ import annotations
+
+import json
+import os
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sopdist.config import ConfigError
+from sopdist.train.place import first_host, tasks_per_node
+from sopdist.train.settings import EngineSettings
+from sopdist.train.world import Place, export_place, find_place, open_world
+from tests.train.launching import launch
+
+TORCHRUN = {
+    "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "77",
+    "TORCHELASTIC_RUN_ID": "none",
+}  # fmt: skip
+DEEPSPEED = {
+    "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_SIZE": "4", "CROSS_RANK": "1", "CROSS_SIZE": "2",
+    "MASTER_ADDR": "a", "MASTER_PORT": "77",
+}  # fmt: skip
+BATCH_SCRIPT = {
+    "SLURM_JOB_ID": "123", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_NTASKS": "8",
+    "SLURM_JOB_NODELIST": "gpu[003-004]", "SLURM_TASKS_PER_NODE": "4(x2)",
+}  # fmt: skip
+SRUN = BATCH_SCRIPT | {
+    "SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NODEID": "1", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_STEP_TASKS_PER_NODE": "4(x2)", "SLURM_STEP_NODELIST": "gpu[003-004]",
+}  # fmt: skip
+
+
+def test_plain_python_is_one_process() -> None:
+    assert find_place({"PATH": "/bin", "MASTER_ADDR": "left over"}) == Place(0, 1, 0, 1, "python")
+
+
+@pytest.mark.parametrize(
+    ("environ", "launcher"),
+    [
+        (TORCHRUN, "torchrun"),
+        (TORCHRUN | {"ACCELERATE_MIXED_PRECISION": "no"}, "accelerate"),
+        (DEEPSPEED, "deepspeed"),
+    ],
+)
+def test_launchers_that_set_ranks_are_understood(environ: dict[str, str], launcher: str) -> None:
+    assert find_place(environ) == Place(5, 8, 1, 4, launcher, "a", 77)
+
+
+def test_a_launcher_inside_of_a_slurm_step_is_the_one_that_counts() -> None:
+    step = SRUN | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
+    assert find_place(step | TORCHRUN).launcher == "torchrun"
+
+
+def test_srun_alone_is_understood_and_tells_torch_what_it_needs() -> None:
+    place = find_place(SRUN)
+    assert (place.rank, place.size, place.local_rank, place.local_size, place.master) == (5, 8, 1, 4, "gpu003")
+    environ: dict[str, str] = {}
+    export_place(place, environ)
+    assert {name: environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")} == {
+        "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4",
+    }  # fmt: skip
+    assert environ["MASTER_ADDR"] == "gpu003"
+    assert find_place(environ) == Place(5, 8, 1, 4, "environment", "gpu003", place.port)
+
+
+def test_ranks_of_a_slurm_step_meet_at_one_port_and_other_steps_and_jobs_at_others() -> None:
+    def port(**changes: str) -> int:
+        return find_place(SRUN | changes).port
+
+    first = SRUN | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
+    assert find_place(first).port == port()
+    assert len({port(), port(SLURM_STEP_ID="1"), port(SLURM_JOB_ID="124")}) == 3
+    assert find_place(SRUN | {"MASTER_PORT": "55", "MASTER_ADDR": "mine"}).port == 55
+    assert find_place(SRUN | {"MASTER_PORT": "55", "MASTER_ADDR": "mine"}).master == "mine"
+
+
+def test_a_slurm_step_on_one_node_needs_no_name_service() -> None:
+    one = {"SLURM_NODEID": "0", "SLURM_STEP_TASKS_PER_NODE": "8"}
+    assert find_place(SRUN | one).master == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        BATCH_SCRIPT,
+        BATCH_SCRIPT | {"SLURM_STEP_ID": "4294967291", "SLURM_STEP_NUM_TASKS": "8"},  # the batch script's own number
+        BATCH_SCRIPT | {"SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1"},  # salloc's shell
+    ],
+)
+def test_python_in_a_batch_script_waits_for_nobody(environ: dict[str, str]) -> None:
+    assert find_place(environ) == Place()
+
+
+@pytest.mark.parametrize("family", ["OMPI_COMM_WORLD_{}RANK OMPI_COMM_WORLD_{}SIZE", "PMI"])
+def test_ranks_of_mpirun_do_not_take_themselves_for_single_processes(family: str) -> None:
+    environ = (
+        {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+        if family == "PMI"
+        else {
+            "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+            "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+        }
+    )  # fmt: skip
+    assert find_place(environ) == Place(1, 2, 1, 2, "mpirun", "127.0.0.1", 29500)
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        ({"RANK": "0"}, "RANK is set but WORLD_SIZE is not"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE is set but RANK is not"),
+        (TORCHRUN | {"RANK": "8"}, "RANK = 8, but WORLD_SIZE = 8"),
+        (TORCHRUN | {"LOCAL_RANK": "4"}, "LOCAL_RANK = 4, but LOCAL_WORLD_SIZE = 4"),
+        (TORCHRUN | {"LOCAL_WORLD_SIZE": "9"}, "LOCAL_WORLD_SIZE = 9, but WORLD_SIZE = 8"),
+        (TORCHRUN | {"RANK": "one"}, "RANK = 'one' in the environment: must be a whole number"),
+        ({key: value for key, value in TORCHRUN.items() if key != "MASTER_PORT"}, "MASTER_PORT is not set"),
+        (SRUN | TORCHRUN | {"WORLD_SIZE": "1", "RANK": "0"}, "WORLD_SIZE = 1, but srun started 8 tasks"),
+        (SRUN | {"SLURM_PROCID": "8"}, "SLURM_PROCID = 8, but SLURM_STEP_NUM_TASKS = 8"),
+        (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "2(x2)"}, "SLURM_STEP_TASKS_PER_NODE = '2.x2.' contradicts"),
+        (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "many"}, "not of the form"),
+    ],
+)
+def test_contradictory_variables_are_named(environ: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        find_place(environ)
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["n", "gpu-a", "rack1-"]),
+            st.lists(st.lists(st.integers(0, 99), min_size=1, max_size=3), max_size=2),
+        ),
+        min_size=1,
+        max_size=3,
+    )
+)
+def test_the_first_host_is_that_of_the_list_written_out(parts: list[tuple[str, list[list[int]]]]) -> None:
+    written, hosts = [], []
+    for prefix, brackets in parts:
+        written.append(prefix + "x".join("[" + ",".join(f"{n:03}-{n + 2:03}" for n in row) + "]" for row in brackets))
+        numbers = [[f"{m:03}" for n in row for m in range(n, n + 3)] for row in brackets]
+        hosts += [prefix + "x".join(chosen) for chosen in product(*numbers)]
+    assert first_host(",".join(written)) == hosts[0]
+
+
+def test_hosts_and_tasks_as_slurm_writes_them() -> None:
+    assert first_host("node[003-007,9]") == "node003"
+    assert first_host("node[9,003-007],other") == "node9"
+    assert first_host("login.example.org") == "login.example.org"
+    assert tasks_per_node("2(x3),1") == [2, 2, 2, 1]
+
+
+def shared_memory() -> set[Path]:
+    return set(Path("/dev/shm").glob("deepspeed*"))
+
+
+@pytest.mark.parametrize(("launcher", "kind"), [("torchrun", "auto"), ("deepspeed", "deepspeed")])
+def test_two_ranks_tell_each_other_everything_and_fail_together(launcher: str, kind: str, tmp_path: Path) -> None:
+    before = shared_memory()
+    ended = launch(launcher, "tests.train.world_worker", [str(tmp_path), kind])
+    assert ended.returncode == 0, ended.stderr[-5000:]
+    seen: list[dict[str, Any]] = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
+    for rank, mine in enumerate(seen):
+        assert mine["place"] == [rank, 2, rank, 2, "ddp" if kind == "auto" else kind, "cpu"]
+        assert mine["launcher"] == launcher
+        assert mine["threads"] == max(1, len(os.sched_getaffinity(0)) // 2)
+        assert mine["sum"] == [2.0, 10.0]
+        assert mine["max"] == [1.0, 0.0]
+        assert mine["pending"] == [1.0, 0.2]
+        assert mine["objects"] == [{"rank": r, "text": "ä" * r * 100, "none": None} for r in range(2)]
+        assert mine["group"] == [2.0, 2.0]
+        assert mine["all fine"] == "fine"
+        assert mine["last fails"] == "TogetherError: rank 1: trouble of 1"
+        assert mine["all fail"] == "TogetherError: trouble of 0"
+        assert mine["on first"] == {"by": 0}
+        assert mine["first fails"] == "TogetherError: trouble of 0"
+        assert mine["after"] == 2.0  # and they are still in step
+        assert mine["closed"]
+    assert seen[0]["a bug"] == "TogetherError: rank 1: ZeroDivisionError: trouble of 1"
+    assert seen[1]["a bug"] == "ZeroDivisionError: trouble of 1"
+    assert shared_memory() <= before  # DeepSpeed's 66 MiB a rank, which nobody would remove
+
+
+def test_one_rank_needs_nobody_and_can_open_its_world_again(tmp_path: Path) -> None:
+    ended = launch("python", "tests.train.world_worker", [str(tmp_path), "auto"])
+    assert ended.returncode == 0, ended.stderr[-5000:]
+    mine = json.loads((tmp_path / "rank0.json").read_text())
+    assert mine["place"] == [0, 1, 0, 1, "single", "cpu"]
+    assert mine["sum"] == [1.0, 0.0]
+    assert mine["last fails"] == "TogetherError: trouble of 0"
+    assert mine["objects"] == [{"rank": 0, "text": "", "none": None}]
+    for _ in range(2):
+        world = open_world(Place(), EngineSettings(threads=1))
+        assert world.new_group() is None
+        world.close()
+
+
+def test_a_launcher_of_one_process_opens_no_process_group(tmp_path: Path) -> None:
+    ended = launch("torchrun", "tests.train.world_worker", [str(tmp_path), "auto"], ranks=1)
+    assert ended.returncode == 0, ended.stderr[-5000:]
+    assert json.loads((tmp_path / "rank0.json").read_text())["place"] == [0, 1, 0, 1, "single", "cpu"]
+
+
+def test_single_on_two_ranks_is_refused_by_key() -> None:
+    with pytest.raises(ConfigError, match=r"engine\.kind = single, but 2 ranks were started"):
+        open_world(Place(0, 2, 0, 2, "torchrun", "127.0.0.1", 1), EngineSettings(kind="single"))
