@@ -22,6 +22,8 @@ import yaml
 
 Section = TypeVar("Section")
 
+_YAML_WORDS = {False: ("off", "no"), True: ("on", "yes")}
+
 
 class ConfigError(Exception):
     """A wrong config. The message names the key, the value and what is allowed."""
@@ -146,6 +148,8 @@ def _checked(hint: Any, value: Any, where: str) -> Any:
     if origin in (Union, types.UnionType):
         return _first_that_fits(args, value, where, hint)
     if origin is Literal:
+        if isinstance(value, bool):  # YAML takes off and no for false, on and yes for true
+            value = next((word for word in _YAML_WORDS[value] if word in args), value)
         if value in args and type(value) in {type(arg) for arg in args}:
             return value
         near = difflib.get_close_matches(str(value), [str(arg) for arg in args], 1)

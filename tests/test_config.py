@@ -21,6 +21,7 @@ class Optim:
 
     lr: float = 0.1  # learning rate
     kind: Literal["sgd", "adamw"] = "sgd"  # which optimizer
+    log: Literal["on", "off"] = "on"  # words that YAML takes for true and false
     milestones: tuple[int, ...] = ()  # epochs after which the rate is divided by ten
     betas: tuple[float, float] = (0.9, 0.999)  # of adamw
 
@@ -50,6 +51,13 @@ def test_a_file_and_overrides_become_typed_values(tmp_path: Path) -> None:
         name="a", seed=7, clip=5.0, splits={"val": "shards/val", "test": "x"},
         optim=Optim(lr=0.001, kind="adamw", milestones=(40, 80), betas=(0.8, 0.9)),
     )  # fmt: skip
+
+
+def test_words_that_yaml_takes_for_true_and_false_are_words_where_words_are_allowed(tmp_path: Path) -> None:
+    assert load(tmp_path, "name: a\noptim:\n  log: off\n").optim.log == "off"
+    assert load(tmp_path, "name: a\noptim:\n  log: off\n", "optim.log=on").optim.log == "on"
+    with pytest.raises(ConfigError, match=r"optim\.kind = False: allowed is sgd, adamw"):
+        load(tmp_path, "name: a\n", "optim.kind=off")
 
 
 def test_the_last_override_wins_and_null_is_a_value(tmp_path: Path) -> None:

@@ -87,9 +87,14 @@ class Passage:
 class ExchangeStats:
     """What the exchange has cost this rank so far."""
 
-    waited: float  # seconds that training stood still for it
-    travelled: float  # seconds between sending and arrival, summed over messages; what was not waited for overlapped
-    sent_bytes: int  # to other ranks
+    waited: float = 0.0  # seconds that training stood still for it
+    travelled: float = 0.0  # seconds between sending and arrival, over all messages; not known of GPUs, where it is 0
+    sent_bytes: int = 0  # to other ranks
+
+    def since(self, before: ExchangeStats) -> ExchangeStats:
+        """What came after an earlier look."""
+        sent = self.sent_bytes - before.sent_bytes
+        return ExchangeStats(self.waited - before.waited, self.travelled - before.travelled, sent)
 
 
 class Exchange:

@@ -14,6 +14,8 @@ from .checks import check_labels
 from .exchange import Exchange
 from .rows import NoiseTable
 
+_ACTIVE = 0.01  # a square of u or v below this says nothing
+
 
 class Reading:
     """The methods of `SOP` that read its table and change nothing."""
@@ -40,6 +42,12 @@ class Reading:
     def visited(self) -> Tensor:
         """(N,) bool: samples that were visited at least once."""
         return self._whole(self.table.visits) > 0
+
+    def active(self) -> Tensor:
+        """(N,) bool: the table acts on this sample: u^2 or some v_k^2 has grown to a percent."""
+        self._settled()
+        size = torch.maximum(self.table.strongest()[0], self.table.u.square())
+        return self._whole(size > _ACTIVE)
 
     def suspects(self, count: int) -> Tensor:
         """Numbers of the `count` samples whose labels are most likely wrong, the most suspicious first.
@@ -82,7 +90,7 @@ class Reading:
             labels = labels.to(self.table.u.device, torch.int64)[self.table.first :: self.table.stride]
         self._settled()
         square, class_ = self.table.strongest(labels)
-        flagged = square > (1 - self.table.u.square()).clamp_min(0.01)
+        flagged = square > (1 - self.table.u.square()).clamp_min(_ACTIVE)
         return self._whole(flagged), self._whole(class_)
 
     def evictions(self) -> tuple[int, float]:

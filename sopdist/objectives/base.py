@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..data.batch import Batch
 from ..noise import SOP
+from ..noise.exchange import ExchangeStats
 
 
 class Objective(Protocol):
@@ -34,5 +35,5 @@ class Objective(Protocol):
     def settle(self) -> None:
         """The backward pass is over: finish what was sent during it."""
 
-    def waited(self) -> float:
-        """Seconds that training has stood still for other ranks' answers."""
+    def costs(self) -> ExchangeStats:
+        """What talking to other ranks has cost so far."""

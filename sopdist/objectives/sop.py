@@ -14,6 +14,7 @@ from ..config import ConfigError
 from ..data.batch import Batch
 from ..data.plan import rank_columns, without_gaps
 from ..noise import SOP
+from ..noise.exchange import ExchangeStats
 from ..noise.rates import Paper
 from .settings import ObjectiveSettings
 
@@ -76,6 +77,6 @@ class NoiseAware:
         """Update the rows of the noise table that this rank owns."""
         self.sop.settle()
 
-    def waited(self) -> float:
-        """Seconds that training has stood still for rows and facts."""
-        return 0.0 if self.sop.exchange is None else self.sop.exchange.stats().waited
+    def costs(self) -> ExchangeStats:
+        """What rows and facts have cost so far."""
+        return ExchangeStats() if self.sop.exchange is None else self.sop.exchange.stats()

@@ -77,13 +77,13 @@ def build_accelerator(kind: Kind, settings: EngineSettings, place: Place) -> Acc
         return accelerator
     if device == "cuda":  # a rank may see all GPUs of its node, or only its own
         place = replace(place, local_rank=place.local_rank % torch.cuda.device_count())
+    plugin = _deepspeed_plugin(settings, device) if kind == "deepspeed" else None
     export_place(place, os.environ)
     timeout = timedelta(seconds=settings.timeout)
     group = InitProcessGroupKwargs(backend=backend_of(device), timeout=timeout)
     # accelerate guesses a number of threads if this is not set, and fails where it cannot count cores.
     with _environment({"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}):
         if kind == "deepspeed":
-            plugin = _deepspeed_plugin(settings, device)
             # Not cpu=True, even on the CPU: that drops DeepSpeed.
             accelerator = Accelerator(mixed_precision="no", deepspeed_plugin=plugin, kwargs_handlers=[group])
         else:

@@ -167,7 +167,9 @@ class Engine:
         if self.stage == 3:
             zero.set_whole_weights(self.network, state)
         own = self.network.state_dict()
-        partitioned = {name for name, _ in self.network.named_parameters()} if self.stage == 3 else set()
+        partitioned = (
+            {name for name, _ in self.network.named_parameters(remove_duplicate=False)} if self.stage == 3 else set()
+        )
         with torch.no_grad():
             for name, value in own.items():
                 if name not in partitioned:

@@ -60,6 +60,7 @@ def _tell_noise(session: Session, sop: SOP, epoch: int) -> None:
     known = given.clamp_min(0)  # a sample without a label is never visited
     scores, flags, visited = sop.noise_scores(), sop.flags(known), sop.visited()
     proposed = sop.proposed_labels(known)
+    active = int(sop.active().sum())
     evictions, evicted = sop.evictions()
     if session.journal is None:
         return
@@ -67,7 +68,7 @@ def _tell_noise(session: Session, sop: SOP, epoch: int) -> None:
     scored, flagged, instead, seen = (column.cpu().numpy() for column in (scores, flags, proposed, visited))
     classes = len(session.stream.split.manifest.classes)
     report = noise_report(scored, flagged, instead, given.numpy(), truth, seen, classes)
-    report |= {"evictions": evictions, "largest_evicted": evicted}
+    report |= {"active_rows": active, "evictions": evictions, "largest_evicted": evicted}
     session.journal.log("noise", session.step, epoch, report)
 
 

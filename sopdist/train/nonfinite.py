@@ -10,6 +10,7 @@ own sums, so that all ranks stop at the same step.
 from __future__ import annotations
 
 import json
+import logging
 from typing import Any
 
 import torch
@@ -18,8 +19,10 @@ from torch import Tensor
 from ..data.batch import Batch
 from ..files import write_whole
 from .session import Session
+from .world import TogetherError
 
 _MOST_NAMED = 8
+_logger = logging.getLogger("sopdist.train")
 
 
 class NonFiniteError(Exception):
@@ -31,7 +34,8 @@ class NonFiniteGuard:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._row: list[tuple[Batch, Tensor]] = []  # the latest step's pieces, and which of their samples are bad
+        self._row: list[tuple[Batch, Tensor]] = []  # the current step's pieces, and which of their samples are bad
+        self._latest: list[tuple[Batch, Tensor]] = []  # the same of the step that is to be checked, if there is one
         self._streak = 0
 
     def watch(self, piece: Batch, bad: Tensor) -> None:
@@ -46,7 +50,12 @@ class NonFiniteGuard:
 
     def check(self, nonfinite: float) -> None:
         """So many samples of the latest step, of all ranks, were not finite. Collective if it is too much."""
+        if not self._latest:  # the first step of an epoch: the last one of the epoch before is checked already
+            return
         self._streak = self._streak + 1 if nonfinite else 0
+        if self._streak == 1 and self._session.world.rank == 0:
+            step = self._session.step - 1
+            _logger.warning("step %s: NOT FINITE: %s samples are left out of the loss", step, f"{nonfinite:.0f}")
         if self._streak > self._session.config.train.max_nonfinite_steps:
             self._stop()
 
@@ -63,14 +72,18 @@ class NonFiniteGuard:
         path = session.folder / f"nonfinite-step-{step}.json"
         content: dict[str, Any] = {"step": step, "epoch": step // session.stream.steps, "steps in a row": self._streak}
         content |= {"samples": samples}
-        session.world.on_first(lambda: write_whole(path, (json.dumps(content, indent=1) + "\n").encode()))
+        try:
+            session.world.on_first(lambda: write_whole(path, (json.dumps(content, indent=1) + "\n").encode()))
+            more_in = f"All of them are in {path}"
+        except TogetherError as error:  # a full disk must not hide what has happened
+            more_in = f"{path} cannot be written: {error}"
         named = ", ".join(str(sample["index"]) for sample in samples[:_MOST_NAMED])
         more = ", ..." if len(samples) > _MOST_NAMED else ""
         raise NonFiniteError(
             f"the loss is not finite, for {self._streak} steps in a row "
             f"(train.max_nonfinite_steps = {session.config.train.max_nonfinite_steps}); the last is step {step}, "
             f"epoch {step // session.stream.steps}, with {len(samples)} samples: index {named}{more}. "
-            f"All of them are in {path}. Lower optim.lr, clip the gradient (train.clip), or warm up "
+            f"{more_in}. Lower optim.lr, clip the gradient (train.clip), or warm up "
             f"(optim.warmup_epochs)"
         )
 

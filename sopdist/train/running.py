@@ -13,6 +13,9 @@ import time
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
+
+from torch.distributed import DistError
 
 from ..config import ConfigError
 from ..data.errors import DataError
@@ -38,7 +41,12 @@ def run_config(name: str, overrides: Sequence[str] = (), *, resume: str = "none"
         check_ranks(config, place.size)
         world = open_world(place, config.engine)
     except (ConfigError, DataError) as error:  # every rank finds the same, and has nobody to wait for yet
-        return _tell(place.rank, error)
+        _tell(place.rank, error)
+        return BAD_CONFIG
+    except DistError as error:
+        where = f"{place.master}:{place.port}"
+        print(f"sopdist: rank {place.rank}: cannot meet the other ranks at {where}: {error}", file=sys.stderr)
+        return FAILED
     return _run_together(config, world, resume)
 
 
@@ -58,13 +66,18 @@ def _run_together(config: Config, world: World, resume: str) -> int:
         _tell(world.rank, "interrupted")
         _end_alone(INTERRUPTED)
     except Exception as error:
-        if world.size == 1 and isinstance(error, DataError | OSError):
-            return _tell(0, error)
-        if world.size == 1:
+        if world.size > 1:
+            _fail_alone(world, error)
+        if not isinstance(error, DataError | OSError):
             raise
-        _fail_alone(world, error)
+        code = _tell(0, error)
     watching.stop()
-    world.close()
+    try:
+        world.close()
+    except RuntimeError as error:  # another rank has failed alone, or was killed, and is not at the last barrier
+        if code == OK:
+            print(f"sopdist: rank {world.rank}: lost contact with another rank at the end: {error}", file=sys.stderr)
+        _end_alone(code or lifeline.LOST)
     return code
 
 
@@ -74,9 +87,12 @@ def _train(config: Config, world: World, resume: str) -> int:
     from .session import open_session
     from .telling import tell_beginning, tell_end
 
+    # Rank 0 chooses for all, before anything is written: a wrong --resume must not look like a run afterwards.
+    run = Path(config.run.folder) / config.run.name
+    found = world.on_first(lambda: str(find_checkpoint(run, resume) or ""))
+    checkpoint = Path(found) if found else None
     session = open_session(config, world, resume=resume != "none")
     try:
-        checkpoint = world.agree(lambda: find_checkpoint(session.folder, resume))
         if checkpoint is not None:
             load_checkpoint(session, checkpoint)
         tell_beginning(session, checkpoint)
@@ -96,7 +112,8 @@ def _tell(rank: int, error: object) -> int:
     """Rank 0 speaks for all."""
     if rank == 0:
         print(f"sopdist: {error}", file=sys.stderr, flush=True)
-    return BAD_CONFIG if isinstance(error, ConfigError) else FAILED
+    config = isinstance(error, ConfigError) or (isinstance(error, TogetherError) and error.config)
+    return BAD_CONFIG if config else FAILED
 
 
 def _fail_alone(world: World, error: Exception) -> None:

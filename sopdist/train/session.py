@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -19,6 +19,7 @@ from ..data.plan import rank_columns
 from ..data.settings import DataSettings
 from ..data.stream import Stream
 from ..models import make_model
+from ..noise.exchange import ExchangeStats
 from ..objectives import Objective, make_objective
 from .clock import Clock
 from .config import Config
@@ -28,7 +29,7 @@ from .journal import Journal
 from .optim import make_optimizer
 from .run_folder import open_run
 from .tally import Tally
-from .world import World
+from .world import TogetherError, World
 
 
 @dataclass
@@ -48,7 +49,7 @@ class Session:
     tally: Tally
     step: int = 0  # optimizer steps done
     best: float = -1.0  # top-1 of the best network so far
-    waited: float = 0.0  # seconds for other ranks' answers, as far as they were told
+    exchanged: ExchangeStats = field(default_factory=ExchangeStats)  # as it was last told
     failed_saves: int = 0
     started: float = 0.0
 
@@ -73,6 +74,12 @@ def open_session(config: Config, world: World, *, resume: bool) -> Session:
         lambda: Stream(data, config.train.batch, config.run.seed, rank=world.rank, world_size=world.size, strong=strong)
     )
     classes = stream.split.manifest.classes
+    if stream.steps < 1:  # the same on all ranks
+        balanced = config.data.balanced_per_epoch
+        raise TogetherError(
+            f"data.balanced_per_epoch = {balanced}: fewer than one sample for each of {len(classes)} classes",
+            config=True,
+        )
     batch = config.evaluate.batch or config.train.batch
     evaluations = world.agree(lambda: open_evaluations(config.evaluate, data, classes, batch, world))
     engine = world.agree(lambda: _make_engine(config, world, stream))
@@ -87,25 +94,27 @@ def open_session(config: Config, world: World, *, resume: bool) -> Session:
             group=group,
         )
     )
-    if objective.sop is not None and world.rank == 0:
-        objective.sop.forecast(config.train.epochs)
     truth = _truth(stream, config.log.clean, world.device)
     session = Session(
         config, world, folder, stream, evaluations, engine, objective, truth,
         journal=None, clock=Clock(), tally=Tally(world.device), started=time.time(),
     )  # fmt: skip
-    if world.rank == 0:
-        session.journal = Journal(
-            folder, config.log, to_tree(config), session.total_steps, config.run.name, class_names=classes
-        )
+    session.journal = world.agree(lambda: _open_journal(session) if world.rank == 0 else None)
     return session
+
+
+def _open_journal(session: Session) -> Journal:
+    config, classes = session.config, session.stream.split.manifest.classes
+    return Journal(
+        session.folder, config.log, to_tree(config), session.total_steps, config.run.name, class_names=classes
+    )
 
 
 def _for_this_rank(data: DataSettings, world: World) -> DataSettings:
     """Decode with this rank's share of the cores, and on its GPU."""
     threads = data.threads or max(1, data.usable_threads() // world.local_size)
-    device = world.device.index if world.device.type == "cuda" and data.device is None else data.device
-    return replace(data, threads=threads, device=device)
+    on_gpu = world.device.type == "cuda" and data.device is None and data.backend != "cpu"
+    return replace(data, threads=threads, device=world.device.index if on_gpu else data.device)
 
 
 def _make_engine(config: Config, world: World, stream: Stream) -> Engine:

@@ -9,9 +9,12 @@ from typing import Any
 
 import torch
 
+from ..noise.rates import Forecast
+from .forecast import rates_of
 from .session import Session
 from .tally import metrics_of
 
+_PARTS = ("data", "exchange", "checkpoint", "compute", "total")
 _logger = logging.getLogger("sopdist.train")
 
 
@@ -20,7 +23,6 @@ def tell_beginning(session: Session, checkpoint: Path | None) -> None:
     config, world = session.config, session.world
     if session.journal is None:
         return
-    session.journal.rewind(session.step)
     ranks = f"{world.size} ranks" if world.size > 1 else "one rank"
     table = session.objective.sop.table if session.objective.sop is not None else None
     noise = f"{config.objective.name}" if table is None else f"{config.objective.name} ({table.layout} table)"
@@ -31,35 +33,45 @@ def tell_beginning(session: Session, checkpoint: Path | None) -> None:
     )  # fmt: skip
     if checkpoint is not None:
         _logger.info("goes on from %s, at step %s", checkpoint, f"{session.step:,}")
+    if table is not None:
+        rates = rates_of(config.objective, config.optim.lr)
+        visits = min(config.train.epochs, session.total_steps * config.train.batch / len(session.stream.split))
+        forecast = Forecast(rates.visits_to_activate(), visits, rates)
+        if not forecast.activates:
+            _logger.warning("%s", forecast)
+    session.journal.rewind(session.step)  # from here on there is a progress bar
 
 
 def tell_steps(session: Session, epoch: int, rate: float) -> None:
-    """Loss, accuracy and throughput since the last time."""
+    """Loss, accuracy, throughput, and where the time went, since the last time."""
     world = session.world
-    waited = session.objective.waited()
-    session.clock.add("exchange", waited - session.waited)
-    session.waited = waited
+    costs = session.objective.costs()
+    exchange, session.exchanged = costs.since(session.exchanged), costs
+    session.clock.add("exchange", exchange.waited)
     lap = session.clock.lap()
     mine = session.tally.take()
-    parts = ("data", "exchange", "checkpoint", "compute", "total")
-    sums = world.sum([*mine, *(lap[part] for part in parts)])
-    peak = world.max([_peak_memory(session)])[0]
-    tallied, times = sums[: len(mine)], dict(zip(parts, sums[len(mine) :], strict=True))
-    metrics: dict[str, Any] = metrics_of(tallied)
-    seconds = times["total"] / world.size  # ranks run in step, so their times are equal but for a breath
-    samples_a_second = metrics.pop("samples") / seconds if seconds else None
+    others = [*(lap[part] for part in _PARTS), exchange.travelled, exchange.sent_bytes, session.stream.stats().bad]
+    sums = world.sum([*mine, *others])
+    metrics: dict[str, Any] = metrics_of(sums[: len(mine)])
+    *times, travelled, sent_bytes, bad = sums[len(mine) :]
+    seconds = dict(zip(_PARTS, times, strict=True))  # of all ranks
+    samples = metrics.pop("samples")
+    a_rank_a_second = samples / seconds["total"] if seconds["total"] else None
     metrics |= {
         "lr": rate,
-        "samples_per_second": samples_a_second,
-        "samples_per_second_a_rank": samples_a_second / world.size if samples_a_second else None,
-        **{f"{part}_share": times[part] / times["total"] if seconds else None for part in parts[:-1]},
-        "peak_memory_bytes": peak,
+        "samples_per_second": a_rank_a_second * world.size if a_rank_a_second else None,
+        "samples_per_second_a_rank": a_rank_a_second,
+        **{f"{part}_share": seconds[part] / seconds["total"] for part in _PARTS[:-1] if seconds["total"]},
+        "peak_memory_bytes": world.max([_peak_memory(session)])[0],  # of the rank that has most
+        "unreadable_samples": bad,
+        "failed_saves": session.failed_saves,
     }
+    if world.size > 1 and samples:
+        metrics["exchange_bytes_a_sample"] = sent_bytes / samples
+        metrics["exchange_overlap"] = max(0.0, 1 - seconds["exchange"] / travelled) if travelled else None
     norm = session.engine.grad_norm()
     if norm is not None:
         metrics["grad_norm"] = norm
-    bad = world.sum([float(session.stream.stats().bad)])[0]
-    metrics["unreadable_samples"] = bad
     if session.journal is not None:
         session.journal.log("train", session.step, epoch, metrics)
 

@@ -7,6 +7,7 @@ read nor kept here, and neither the command line nor anything secret in the conf
 from __future__ import annotations
 
 import logging
+import os
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -30,6 +31,8 @@ class WandbRun:
         if settings.wandb == "off":
             return
         try:
+            # Its reports of errors to its makers would hold our tracebacks, and wait 20 s for a server that is silent.
+            os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
             import wandb
 
             self._wandb = wandb

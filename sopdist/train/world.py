@@ -38,6 +38,10 @@ Group = distributed.ProcessGroup
 class TogetherError(Exception):
     """Something went wrong on a rank, and all ranks know: each raises this, and rank 0 may print it for all."""
 
+    def __init__(self, text: str, *, config: bool = False) -> None:
+        super().__init__(text)
+        self.config = config  # whether the config is at fault, rather than data or files
+
 
 class Pending:
     """A sum on its way."""
@@ -82,13 +86,13 @@ class World:
             error = caught
         expected = isinstance(error, ConfigError | DataError | OSError | TogetherError)
         mine = None if error is None else str(error) if expected else f"{type(error).__name__}: {error}"
-        told = self.gather_objects(mine)
+        told = self.gather_objects([mine, isinstance(error, ConfigError) or getattr(error, "config", False)])
         if error is not None and not expected:
             raise error
-        failed = [rank for rank, text in enumerate(told) if text is not None]
+        failed = [rank for rank, (text, _) in enumerate(told) if text is not None]
         if failed:
-            text = told[failed[0]]
-            raise TogetherError(text if failed[0] == 0 else f"rank {failed[0]}: {text}") from error
+            text, config = told[failed[0]]
+            raise TogetherError(text if failed[0] == 0 else f"rank {failed[0]}: {text}", config=config) from error
         return cast(T, value)
 
     def on_first(self, what: Callable[[], T]) -> T:
