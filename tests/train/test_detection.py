@@ -92,7 +92,9 @@ def test_a_wrong_label_that_was_never_visited_counts_as_not_found() -> None:
     assert report["auroc"] == pytest.approx(5 / 10), "sample 2 is first, sample 6 last"
 
 
-@pytest.mark.parametrize("changes", [{}, {"visited": np.zeros(8)}, {"truth": np.zeros(8, int)}, {"given": -np.ones(8, int)}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"visited": np.zeros(8)}, {"truth": np.zeros(8, int)}, {"given": -np.ones(8, int)}]
+)
 def test_the_report_is_always_json(changes: Any) -> None:
     text = json.dumps(example(**changes), allow_nan=False)
     assert json.loads(text)["rate"] in (None, pytest.approx(2 / 6))

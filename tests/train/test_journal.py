@@ -89,7 +89,8 @@ def test_the_summary_of_a_run_that_stopped_says_why(tmp_path: Path, capsys: pyte
 
 def test_a_run_that_is_killed_leaves_its_lines_and_a_summary_that_it_is_not_finished(tmp_path: Path) -> None:
     code = (
-        "import os, signal, sys\nfrom pathlib import Path\nfrom tests.train.test_journal import make_journal, log_epoch\n"
+        "import os, signal, sys\nfrom pathlib import Path\n"
+        "from tests.train.test_journal import make_journal, log_epoch\n"
         "journal = make_journal(Path(sys.argv[1]))\nlog_epoch(journal, 0, 0.9)\nos.kill(os.getpid(), signal.SIGKILL)\n"
     )
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}

@@ -98,7 +98,9 @@ def test_a_rewound_file_equals_that_of_a_run_that_was_never_interrupted(tmp_path
 
 def test_lines_that_are_not_a_runs_are_skipped(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
-    path.write_text('\n[1]\n{"step": 3}\nnonsense\n' + json.dumps(line(4)) + '\n{"kind": "a", "epoch": 1, "step": null}\n')
+    path.write_text(
+        '\n[1]\n{"step": 3}\nnonsense\n' + json.dumps(line(4)) + '\n{"kind": "a", "epoch": 1, "step": null}\n'
+    )
     assert list(read_lines(path)) == [line(4)]
 
 
@@ -123,7 +125,7 @@ try:
     while True: filler.write(bytes(4096))
 except OSError: pass
 os.truncate("run/filler", os.path.getsize("run/filler") - 4096)  # a line fits half
-for step in range(1, 6): file.add({"kind": "train", "epoch": 0, "step": step, "note": "x" * 6000})
+for step in range(1, 6): file.add({"kind": "train", "epoch": 0, "step": step, "note": "x" * 9000})
 whole = path.read_bytes()
 print("while full:", [r["step"] for r in read_lines(path)], whole.endswith(b"\\n"))
 os.unlink("run/filler"); filler.close()

@@ -89,9 +89,7 @@ def test_resuming_with_other_settings_names_them_without_secrets(
         ("pipe:", "pipe: ***"),
     ],
 )
-def test_a_config_with_a_secret_is_for_its_owner_only_and_loads_again(
-    tmp_path: Path, root: str, as_seen: str
-) -> None:
+def test_a_config_with_a_secret_is_for_its_owner_only_and_loads_again(tmp_path: Path, root: str, as_seen: str) -> None:
     config = make_config(tmp_path, root=root, evaluate={"splits": {"val": root}})
     folder = open_run(config, resume=False)
     assert (folder / CONFIG).stat().st_mode & 0o777 == 0o600
@@ -107,7 +105,9 @@ def test_a_config_with_a_secret_is_for_its_owner_only_and_loads_again(
 
 @pytest.mark.skipif(not Path("/sys/kernel").is_dir(), reason="needs a place where not even root may write")
 def test_a_place_that_cannot_be_written_to_is_named_with_the_way_out(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"^/sys/kernel/first: cannot be written: .*; run.folder=\.\.\. chooses another"):
+    with pytest.raises(
+        DataError, match=r"^/sys/kernel/first: cannot be written: .*; run.folder=\.\.\. chooses another"
+    ):
         open_run(make_config("/sys/kernel"), resume=False)
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match="file/first: cannot be written: Not a directory"):
@@ -115,7 +115,7 @@ def test_a_place_that_cannot_be_written_to_is_named_with_the_way_out(tmp_path: P
 
 
 def test_a_run_without_a_name_has_no_folder(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="run.name: must be set"):
+    with pytest.raises(ConfigError, match=r"run\.name: must be set"):
         open_run(make_config(tmp_path, run={"name": "", "folder": str(tmp_path)}), resume=False)
 
 

@@ -49,9 +49,7 @@ def test_sums_equal_a_count_sample_by_sample(data: st.DataObject) -> None:
         size = data.draw(st.integers(0, 6))
         numbers = st.one_of(st.integers(-3, 3).map(float), st.sampled_from([math.nan, math.inf, -math.inf]))
         rows = data.draw(st.lists(st.lists(numbers, min_size=4, max_size=4), min_size=size, max_size=size))
-        labels, truth = (
-            data.draw(st.lists(st.integers(least, 3), min_size=size, max_size=size)) for least in (0, -1)
-        )
+        labels, truth = (data.draw(st.lists(st.integers(least, 3), min_size=size, max_size=size)) for least in (0, -1))
         weight = data.draw(st.lists(st.sampled_from([0.0, 1.0]), min_size=size, max_size=size))
         loss = data.draw(st.sampled_from([0.0, 2.5, 7.25, math.nan, math.inf]))
         logits = torch.tensor(rows).reshape(size, 4)
@@ -110,7 +108,7 @@ class Waits(TorchDispatchMode):
         super().__init__()
         self.count = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ARG002
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = str(func)
         self.count += any(word in name for word in ("_local_scalar_dense", "nonzero", "masked_select"))
         return func(*args, **(kwargs or {}))
