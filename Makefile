@@ -4,9 +4,6 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
-# Otherwise DeepSpeed does it when the first run starts, which then seems to hang.
-COMPILE = PATH="$(abspath $(BIN)):$$PATH" DS_ACCELERATOR=cpu $(BIN)/python -c \
-	'from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder as B; B().load(verbose=True)'
 LOCKED  = $(shell grep -E '^$(1)==' requirements.lock)
 
 .PHONY: help env demo test test-long lint format bench clean
@@ -33,11 +30,6 @@ $(READY): pyproject.toml requirements.lock sopdist/noise/kernels/native.c sopdis
 	@$(PIP) -c requirements.lock --no-build-isolation --config-settings editable_mode=compat -e '.[demo,triton,data,train,timm,dev]'
 	@$(BIN)/python -c 'from sopdist.noise.kernels import native_kernels as n; n.is_built() or print( \
 		"No C compiler was found: CPU kernels are missing, the slower reference is used. On Debian: apt-get install gcc")'
-	@$(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || { \
-		echo "  DeepSpeed's communication operator for CPUs: about a minute, once"; \
-		$(COMPILE) >$(VENV)/deepspeed.log 2>&1 || echo "  It cannot be compiled, and DeepSpeed does not run on CPUs" \
-		"without it ($(VENV)/deepspeed.log says why). Without a C++ compiler, on Debian: apt-get install g++; then:" \
-		"rm $@ && make env"; }
 	@touch $@
 
 demo: $(READY) ## train with 40% of the labels redrawn, with and without SOP, and name the wrong ones
@@ -58,8 +50,10 @@ format: $(READY) ## rewrite the code in the house style
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(READY) ## noise table and input pipeline against their peers, and what the CUDA kernels compile to
+bench: $(READY) ## noise table, steps and input pipeline against their peers, and what the CUDA kernels compile to
 	$(BIN)/sopdist bench table
+	$(BIN)/sopdist bench step
+	$(BIN)/sopdist bench exchange
 	$(BIN)/sopdist bench input
 	$(BIN)/sopdist bench kernels
 

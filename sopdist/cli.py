@@ -48,6 +48,8 @@ COMMANDS = {
 BENCHES = {
     "table": Entry(".bench.table", "cost and bytes of the noise table against N and K"),
     "input": Entry(".bench.input", "images/s of the input pipeline, beside DALI's reader and stock webdataset"),
+    "step": Entry(".bench.step", "a training step with SOP on several ranks, beside one with cross-entropy"),
+    "exchange": Entry(".bench.exchange", "bytes and time of rows and facts between ranks, sent ahead and asked for"),
     "kernels": Entry(".bench.kernels", "compile the CUDA kernels ahead of time: registers, spills (needs no GPU)"),
 }
 _FULL = (errno.ENOSPC, errno.EDQUOT)

@@ -197,7 +197,7 @@ class Exchange:
         ordered, order = owner.sort(stable=True)
         counts = torch.bincount(ordered, minlength=self.ranks)
         asked = torch.empty_like(counts)
-        dist.all_to_all_single(asked, counts, group=self.group)
+        self._clock.wait(dist.all_to_all_single(asked, counts, group=self.group, async_op=True))
         from_owner, to_rank = counts.tolist(), asked.tolist()
         samples, work = self._all_to_all(index[order], to_rank, from_owner)
         self._clock.wait(work)
