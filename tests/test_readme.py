@@ -1,18 +1,29 @@
-"""The README's example runs as it is printed, and its commands exist."""
+"""The README's examples and its commands on digits run as they are printed; commands and links in the docs exist."""
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
+import subprocess
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from sopdist.cli import main
+from sopdist.cli import COMMANDS, main
+from sopdist.train.config import CONFIGS, load
+from sopdist.train.place import LAUNCH_VARIABLES
+from tests.ranks import run_on_ranks
+from tests.train.launching import BIN, REPOSITORY, end_group, free_port
 
 ROOT = Path(__file__).parent.parent
+PAGES = ["README.md", "docs/noise.md", "docs/data.md", "docs/train.md", "CONTRIBUTING.md"]
+LONGEST = 180.0  # seconds for a command
 
 
 class Clusters(torch.utils.data.Dataset[tuple[Tensor, int, int]]):
@@ -34,21 +45,27 @@ class Clusters(torch.utils.data.Dataset[tuple[Tensor, int, int]]):
 
 
 def python_examples() -> list[str]:
+    """In a loop of one's own, in one with DDP, from shards."""
     return re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+
+
+def commands(first: str) -> list[list[str]]:
+    """The commands of the README's block that begins with this one."""
+    text = (ROOT / "README.md").read_text()
+    (block,) = re.findall(rf"```\n({re.escape('.venv/bin/' + first)}.*?)```", text, re.DOTALL)
+    return [shlex.split(line, comments=True) for line in block.splitlines()]
 
 
 def test_the_commands_and_the_example_of_shards_run_as_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    text = (ROOT / "README.md").read_text()
-    (commands,) = re.findall(r"```\n(\.venv/bin/sopdist prepare digits.*?)```", text, re.DOTALL)
-    for command in commands.splitlines():
-        assert main(command.split()[1:]) == 0, command
+    for command in commands("sopdist prepare digits"):
+        assert main(command[1:]) == 0, command
     assert (tmp_path / "digits.png").exists()
     capsys.readouterr()
     torch.manual_seed(0)
-    _, example = python_examples()
+    _, _, example = python_examples()
     exec(example, {})
     found = re.search(r"(\d+)% of the 100 most suspicious labels are wrong", capsys.readouterr().out)
     assert found is not None
@@ -56,18 +73,9 @@ def test_the_commands_and_the_example_of_shards_run_as_printed(
 
 
 def test_the_five_line_example_runs_as_printed_and_finds_wrong_labels() -> None:
-    example, _ = python_examples()
-    torch.manual_seed(0)
-    dataset = Clusters()
-    model = nn.Sequential(nn.Linear(20, 128), nn.ReLU(), nn.Linear(128, 10))
-    names: dict[str, Any] = {
-        "dataset": dataset,
-        "all_labels": dataset.labels,
-        "epochs": 12,
-        "model": model,
-        "optimizer": torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
-        "loader": torch.utils.data.DataLoader(dataset, batch_size=50, shuffle=True),
-    }
+    example, _, _ = python_examples()
+    names = in_a_loop()
+    dataset = names["dataset"]
     exec(example, names)
     sop, wrong = names["sop"], dataset.labels != dataset.true
     assert float(wrong[sop.suspects(100)].float().mean()) > 0.95
@@ -75,10 +83,75 @@ def test_the_five_line_example_runs_as_printed_and_finds_wrong_labels() -> None:
     assert abs(sop.noise_rate() - float(wrong.float().mean())) < 0.05
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/noise.md", "docs/data.md", "CONTRIBUTING.md"])
+def test_the_example_with_ddp_runs_as_printed_on_two_ranks_and_finds_wrong_labels(tmp_path: Path) -> None:
+    _, example, _ = python_examples()
+    run_on_ranks([partial(with_ddp, example)], 2, tmp_path)
+
+
+def with_ddp(example: str, _: dist.ProcessGroup) -> None:
+    """What one rank does: the names that the example uses, the example, and a look at what it found."""
+    from sopdist import SOP
+
+    names = in_a_loop()
+    dataset, model = names["dataset"], nn.parallel.DistributedDataParallel(names["model"])
+    sampler = torch.utils.data.DistributedSampler[tuple[Tensor, int, int]](dataset)
+    names |= {"SOP": SOP, "torch": torch, "sampler": sampler, "ddp_model": model}
+    names["loader"] = torch.utils.data.DataLoader(dataset, batch_size=25, sampler=sampler)
+    exec(example, names)
+    sop, wrong = names["sop"], dataset.labels != dataset.true
+    assert len(sop.table) == 300  # half of the rows
+    assert float(wrong[names["suspects"]].float().mean()) > 0.95
+    assert float((sop.proposed_labels(dataset.labels) == dataset.true).float().mean()) > 0.95
+
+
+def in_a_loop() -> dict[str, Any]:
+    """What the examples take for granted."""
+    torch.manual_seed(0)
+    dataset = Clusters()
+    model = nn.Sequential(nn.Linear(20, 128), nn.ReLU(), nn.Linear(128, 10))
+    return {
+        "dataset": dataset,
+        "all_labels": dataset.labels,
+        "epochs": 12,
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
+        "loader": torch.utils.data.DataLoader(dataset, batch_size=50, shuffle=True),
+    }
+
+
+@pytest.mark.long
+def test_the_commands_of_training_run_as_printed_but_for_fewer_steps(tmp_path: Path) -> None:
+    for name in (".venv", "launch", "configs"):
+        (tmp_path / name).symlink_to(BIN.parent if name == ".venv" else REPOSITORY / name)
+    for command in (*commands("sopdist prepare digits")[:2], *commands("deepspeed")):
+        told = as_printed(command, tmp_path)
+        assert told.returncode == 0, f"{command}\n{told.stdout}\n{told.stderr}"
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["demo", "demo-alone", "demo-ddp"]
+
+
+def as_printed(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run it in a folder; with a port of its own, because other tests run beside it, and a training only begins."""
+    environ = {name: value for name, value in os.environ.items() if name not in LAUNCH_VARIABLES}
+    environ |= {"MASTER_PORT": str(free_port()), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    port = {"deepspeed": "--master_port", "torchrun": "--master-port"}.get(Path(command[0]).name)
+    command = [command[0], *([f"{port}={free_port()}"] if port else []), *command[1:]]
+    if "--cfg" in command and "plan" not in command:
+        command = [*command, "train.max_steps=3", "log.wandb=off"]
+    process = subprocess.Popen(
+        command, cwd=folder, env=environ, text=True, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        out, err = process.communicate(timeout=LONGEST)
+    finally:
+        end_group(process.pid)
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_commands_and_links_in_the_docs_exist(page: str, capsys: pytest.CaptureFixture[str]) -> None:
     text = (ROOT / page).read_text()
-    known = ("demo", "bench", "prepare", "labels", "verify", "inspect")
+    known = (*COMMANDS, "bench")
     for command in set(re.findall(r"sopdist ((?:bench |prepare |labels )?[a-z0-9-]+)(?=[`; ,])", text)):
         if command.split()[0] in known:
             with pytest.raises(SystemExit) as stop:
@@ -90,3 +163,17 @@ def test_commands_and_links_in_the_docs_exist(page: str, capsys: pytest.CaptureF
     for link in re.findall(r"\]\(([\w/.]+)\)", text):
         assert ((ROOT / page).parent / link).exists(), link
     capsys.readouterr()
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/train.md"])
+def test_every_config_that_the_docs_start_loads_with_its_keys(page: str) -> None:
+    found = re.findall(r"(?:train|train\.py|plan) --cfg (\w+)((?: [a-z_]+\.[a-z_]+=\S+)*)", (ROOT / page).read_text())
+    assert found
+    for name, overrides in found:
+        load(name, overrides.replace("`", "").split())
+
+
+def test_the_readme_names_every_config() -> None:
+    rows = re.findall(r"^\| (`.*?) \|", (ROOT / "README.md").read_text(), re.MULTILINE)
+    named = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+    assert {path.stem for path in CONFIGS.glob("*.yaml")} <= named

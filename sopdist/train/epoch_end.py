@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Callable
 
 import torch
 
 from ..noise import SOP
-from .checkpoint import BEST, LAST, save_checkpoint, save_network
+from .checkpoint import BEST, FOLDER, LAST, save_checkpoint, save_network
 from .detection import noise_report
 from .evaluate import evaluate
 from .session import Session
@@ -79,4 +80,6 @@ def _save(session: Session, save: Callable[[], None]) -> None:
     except TogetherError as error:
         session.failed_saves += 1
         if session.world.rank == 0:
-            _logger.warning("could not save, the run goes on: %s", error)
+            _logger.warning("COULD NOT SAVE, the run goes on: %s", error)
+            for torn in (session.folder / FOLDER).glob("*.partial"):  # a full disk needs the room
+                shutil.rmtree(torn, ignore_errors=True)

@@ -1,8 +1,8 @@
 """Ends the job when one of its ranks dies, instead of letting the others wait for it.
 
-A thread of each rank looks every half second whether the other ranks of its host still run. Between hosts one rank of
-each host gives a sign of life through a store. Whoever finds a rank missing says so in one line, gives the main thread
-a few seconds to fail by itself (a broken connection often does it), and ends its own process with the code LOST.
+A thread of each rank looks several times a second whether the other ranks of its host still run. Between hosts one
+rank of each host gives a sign of life through a store. Whoever finds a rank missing says so in one line, gives the main
+thread a few seconds to fail by itself (a broken connection often does it), and ends its own process with the code LOST.
 
 Knows processes and hosts, nothing of training.
 """
@@ -25,7 +25,7 @@ from torch import distributed
 from .world import World
 
 LOST = 70  # exit code of a rank that ended because another one was lost
-LOOK_EVERY, BEAT_EVERY = 0.5, 3.0  # seconds
+LOOK_EVERY, BEAT_EVERY = 0.2, 3.0  # seconds; launchers look about once a second, and would end the job without a word
 SILENCE = 30.0  # seconds without a sign of life after which a host is lost
 GRACE = 5.0  # seconds for the main thread to fail by itself
 

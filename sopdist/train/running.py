@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 import time
 import traceback
@@ -21,6 +22,7 @@ from ..config import ConfigError
 from ..data.errors import DataError
 from . import config as configs
 from . import lifeline
+from .acceleration import forget_accelerator
 from .config import Config
 from .forecast import check_ranks
 from .nonfinite import NonFiniteError
@@ -46,6 +48,7 @@ def run_config(name: str, overrides: Sequence[str] = (), *, resume: str = "none"
     except DistError as error:
         where = f"{place.master}:{place.port}"
         print(f"sopdist: rank {place.rank}: cannot meet the other ranks at {where}: {error}", file=sys.stderr)
+        forget_accelerator()  # it was made by half
         return FAILED
     return _run_together(config, world, resume)
 
@@ -97,15 +100,25 @@ def _train(config: Config, world: World, resume: str) -> int:
             load_checkpoint(session, checkpoint)
         tell_beginning(session, checkpoint)
         train(session)
-        tell_end(session)
+        return OK if tell_end(session) else FAILED
     except BaseException as error:
+        if isinstance(error, KeyboardInterrupt):
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # some launchers send it again; the summary comes first
         if session.journal is not None:
             with suppress(Exception):
-                session.journal.finish({"exit": f"{type(error).__name__}: {error}"}, finished=False)
+                session.journal.finish({"exit": _reason(error), "steps": session.step}, finished=False)
         raise
     finally:
         session.close()
-    return OK
+
+
+def _reason(error: BaseException) -> str:
+    """Why a run has ended, for its summary."""
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted"
+    if isinstance(error, Exception) and lost_contact(error):
+        return "another rank was lost"
+    return f"{type(error).__name__}: {error}"
 
 
 def _tell(rank: int, error: object) -> int:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..config import to_tree
 from ..data.augment.policy import Policy
@@ -82,7 +82,10 @@ def open_session(config: Config, world: World, *, resume: bool) -> Session:
         )
     batch = config.evaluate.batch or config.train.batch
     evaluations = world.agree(lambda: open_evaluations(config.evaluate, data, classes, batch, world))
-    engine = world.agree(lambda: _make_engine(config, world, stream))
+    model = world.agree(lambda: _make_model(config, stream))
+    # Not inside of `agree`: it talks to other ranks itself, and must not begin if one of them cannot. What it refuses,
+    # it refuses on all of them.
+    engine = _make_engine(config, world, model)
     group = world.new_group()
     objective = world.agree(
         lambda: make_objective(
@@ -117,11 +120,14 @@ def _for_this_rank(data: DataSettings, world: World) -> DataSettings:
     return replace(data, threads=threads, device=world.device.index if on_gpu else data.device)
 
 
-def _make_engine(config: Config, world: World, stream: Stream) -> Engine:
+def _make_model(config: Config, stream: Stream) -> nn.Module:
     recipe = find_recipe(config.data.recipe)
     torch.manual_seed(config.run.seed)  # the same weights on every rank
     classes = len(stream.split.manifest.classes)
-    model = make_model(config.model, channels=1 if recipe.grey else 3, size=recipe.size, classes=classes)
+    return make_model(config.model, channels=1 if recipe.grey else 3, size=recipe.size, classes=classes)
+
+
+def _make_engine(config: Config, world: World, model: nn.Module) -> Engine:
     columns = rank_columns(config.train.batch, world.rank, world.size)
     return Engine(
         world,

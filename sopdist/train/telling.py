@@ -76,12 +76,15 @@ def tell_steps(session: Session, epoch: int, rate: float) -> None:
         session.journal.log("train", session.step, epoch, metrics)
 
 
-def tell_end(session: Session) -> None:
-    """Write the summary."""
-    if session.journal is not None:
-        summary = {"steps": session.step, "ranks": session.world.size, "engine": _engine_name(session)}
-        summary |= {"seconds": time.time() - session.started}
-        session.journal.finish(summary, finished=True)
+def tell_end(session: Session) -> bool:
+    """Write the summary; False if that was not possible, and so nobody can find out that the run is finished."""
+    if session.journal is None:
+        return True
+    summary = {"steps": session.step, "ranks": session.world.size, "engine": _engine_name(session)}
+    summary |= {"seconds": time.time() - session.started, "failed_saves": session.failed_saves}
+    if session.failed_saves:
+        _logger.warning("%s: %s SAVES HAVE FAILED", session.folder, session.failed_saves)
+    return session.journal.finish(summary, finished=True)
 
 
 def _engine_name(session: Session) -> str:

@@ -24,7 +24,7 @@ from sopdist.train.world import World, find_place, open_world
 BATCH, CLASSES = 12, 5  # of all ranks together
 
 
-def network(norm: bool = False) -> nn.Module:
+def network(norm: bool = False) -> nn.Sequential:
     """Small, but with one layer that ZeRO-3 really cuts (it leaves those below 100,000 weights whole)."""
     torch.manual_seed(0)
     layers: list[nn.Module] = [nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 8 * 8, 257)]
@@ -48,7 +48,7 @@ def share(values: Tensor, rank: int, size: int) -> Tensor:
     return values[cut[rank] : cut[rank + 1]]
 
 
-def train(engine: Engine, world: World, first: int, steps: int, pieces: int, rate: float) -> list[float]:
+def train(engine: Engine, world: World, first: int, steps: int, pieces: int, rate: float) -> list[float | None]:
     """So many steps; the gradient's norms."""
     norms = []
     engine.train()

@@ -24,7 +24,7 @@ def free_port() -> int:
 
 
 def launch(
-    launcher: str, module: str, arguments: Sequence[str], ranks: int = 2, timeout: float = 150.0
+    launcher: str, module: str, arguments: Sequence[str], ranks: int = 2, timeout: float = 300.0
 ) -> subprocess.CompletedProcess[str]:
     """Run `python -m module arguments` on so many ranks by torchrun or deepspeed, or by python alone."""
     port = str(free_port())

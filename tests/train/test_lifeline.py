@@ -34,7 +34,7 @@ def by_hand(ranks: int, *arguments: str) -> tuple[list[int], list[str], list[int
                     cwd=REPOSITORY, env=environ, stderr=subprocess.PIPE, text=True,
                 )
             )  # fmt: skip
-        said = [process.communicate(timeout=60)[1] for process in processes]
+        said = [process.communicate(timeout=200)[1] for process in processes]
     finally:
         for process in processes:
             process.kill()

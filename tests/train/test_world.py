@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -206,6 +207,14 @@ def test_a_launcher_of_one_process_opens_no_process_group(tmp_path: Path) -> Non
     ended = launch("torchrun", "tests.train.world_worker", [str(tmp_path), "auto"], ranks=1)
     assert ended.returncode == 0, ended.stderr[-5000:]
     assert json.loads((tmp_path / "rank0.json").read_text())["place"] == [0, 1, 0, 1, "single", "cpu"]
+
+
+@pytest.mark.parametrize("missing", ["deepspeed", "transformers"])
+def test_deepspeed_that_is_not_installed_is_said_with_what_to_do(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, missing, None)
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    with pytest.raises(ConfigError, match=r"engine\.kind = deepspeed: .*pip install"):
+        open_world(Place(), EngineSettings(kind="deepspeed"))
 
 
 def test_single_on_two_ranks_is_refused_by_key() -> None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `sopdist eval`."""
-    parser.add_argument("run", type=Path, metavar="RUN_OR_CHECKPOINT", help="folder of a run or of a checkpoint")
+    parser.add_argument("folder", type=Path, metavar="RUN_OR_CHECKPOINT", help="folder of a run or of a checkpoint")
     where = "evaluate on this one; may be given several times (default: those of the run's config)"
     parser.add_argument("--split", action="append", default=[], metavar="[NAME=]SPLIT", help=where)
     parser.add_argument("--which", choices=("best", "last"), default="best", help="network of a run (default best)")
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     from ..settings import EngineSettings
     from ..world import find_place, open_world
 
-    folder, weights = find_network(args.run, args.which)
+    folder, weights = find_network(args.folder, args.which)
     config = load_config(Config, folder / CONFIG, [f"data.root={args.root}"] if args.root else [])
     settings = replace(config.evaluate, splits=named_splits(args.split) or config.evaluate.splits)
     if args.labels:

@@ -1,0 +1,167 @@
+"""A rank that is killed, or that fails alone, ends the whole job: soon, with a word about which one and why, with an
+exit code that is not 0, and without a process left behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from sopdist.train.lifeline import LOST
+from tests.e2e.breaking import RUN, arguments, damage_image, has_lines, summary_of, wait_for
+from tests.e2e.launchers import Started, start
+
+ENDLESS = ("train.epochs=100000", "log.every=1", "checkpoint.every=0", "evaluate.every=100000")
+BY_HAND = "srun"  # ranks that nobody looks after
+KILLED = -signal.SIGKILL
+SOON = 60.0  # seconds
+
+
+def codes_of(started: Started, timeout: float = SOON) -> list[int]:
+    """The exit codes of what was started; AssertionError if some does not end in time, or leaves a process behind."""
+    until = time.monotonic() + timeout
+    try:
+        codes = [process.wait(max(0.1, until - time.monotonic())) for process in started.processes]
+        while started.living() and time.monotonic() < until:  # a launcher may end a moment before its ranks do
+            time.sleep(0.1)
+        left = started.living()
+    except subprocess.TimeoutExpired:
+        raise AssertionError(f"did not end within {timeout} s:\n{started.err.read_text()}") from None
+    finally:
+        started.kill()
+    assert not left, "processes are left"
+    return codes
+
+
+def kill_in_training(launcher: str, kind: str, victim: int, digits: Path, folder: Path) -> tuple[Started, int]:
+    started = start(launcher, arguments(digits, folder, *ENDLESS, kind=kind), folder)
+    wait_for(lambda: has_lines(folder, "train"), started)
+    pid = started.ranks()[victim]
+    os.kill(pid, signal.SIGKILL)
+    return started, pid
+
+
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.long), 1])
+def test_a_rank_killed_while_training_ends_the_others_that_nobody_looks_after(
+    digits: Path, tmp_path: Path, victim: int
+) -> None:
+    started, pid = kill_in_training(BY_HAND, "ddp", victim, digits, tmp_path)
+    codes = codes_of(started)
+    assert codes == [KILLED if rank == victim else LOST for rank in range(2)]
+    said = started.err.read_text()
+    assert said.count(f"rank {victim} (pid {pid} on ") == 1
+    assert said.count("has died: the job stops") == 1
+    assert "Traceback" not in said
+    assert summary_of(tmp_path)["finished"] is False
+    if victim == 1:  # rank 0 writes the summary
+        assert summary_of(tmp_path)["exit"] in ("another rank was lost", "running")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("launcher", "victim"), [("torchrun", 0), ("torchrun", 1), ("deepspeed", 0), ("deepspeed", 1)])
+def test_a_rank_killed_while_training_ends_the_job_of_a_launcher(
+    digits: Path, tmp_path: Path, launcher: str, victim: int
+) -> None:
+    kind = "deepspeed" if launcher == "deepspeed" else "ddp"
+    started, pid = kill_in_training(launcher, kind, victim, digits, tmp_path)
+    assert codes_of(started) != [0]
+    said = started.err.read_text() + started.out.read_text()
+    by_launcher = rf"exitcode *: -9 \(pid: {pid}\)|--local_rank={victim}\b.* exits with return code = -9"
+    assert f"rank {victim} (pid {pid} on " in said or re.search(by_launcher, said), said
+    assert summary_of(tmp_path)["finished"] is False
+
+
+@pytest.mark.long
+def test_a_rank_killed_while_evaluating_ends_the_others(digits: Path, tmp_path: Path) -> None:
+    # One step, then hundreds of small batches of evaluation.
+    often = ("train.batch=1438", "evaluate.batch=2", "evaluate.every=1")
+    started = start(BY_HAND, arguments(digits, tmp_path, *ENDLESS, *often), tmp_path)
+    wait_for(lambda: has_lines(tmp_path, "eval", 2), started)
+    wait_for(lambda: has_lines(tmp_path, "train", 3), started)
+    os.kill(started.ranks()[1], signal.SIGKILL)
+    assert codes_of(started) == [LOST, KILLED]
+    assert "rank 1 (pid " in started.err.read_text()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_killed_while_a_checkpoint_is_written_leaves_the_one_before(
+    digits: Path, tmp_path: Path, victim: int
+) -> None:
+    often = (*ENDLESS, "train.batch=1438", "checkpoint.every=1")
+    started = start(BY_HAND, arguments(digits, tmp_path, *often), tmp_path)
+    checkpoints = tmp_path / RUN / "checkpoints"
+    wait_for(lambda: has_lines(tmp_path, "train", 3), started)
+    pid = started.ranks()[victim]
+    wait_for(lambda: any(checkpoints.glob("*.partial")), started)
+    os.kill(pid, signal.SIGKILL)
+    assert sorted(codes_of(started)) == sorted([LOST, KILLED])
+    shorter = arguments(digits, tmp_path, *often, "train.max_steps=60", "--resume", "auto")
+    resumed = start(BY_HAND, shorter, tmp_path)
+    assert codes_of(resumed, 150) == [0, 0], resumed.err.read_text()
+    assert "goes on from" in resumed.err.read_text()
+    assert summary_of(tmp_path)["finished"] is True
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("launcher", "split"), [(BY_HAND, "train"), (BY_HAND, "test"), ("torchrun", "train"), ("deepspeed", "train")]
+)
+def test_a_rank_that_fails_alone_says_why_and_the_others_end(
+    digits: Path, tmp_path: Path, launcher: str, split: str
+) -> None:
+    """One unreadable sample, where none is allowed: the rank whose turn it is finds it."""
+    damaged = tmp_path / "digits"
+    shutil.copytree(digits, damaged)
+    damage_image(damaged / split, 17)
+    kind = "deepspeed" if launcher == "deepspeed" else "ddp"
+    given = arguments(damaged, tmp_path, "data.max_bad_fraction=0", "train.epochs=2", kind=kind)
+    started = start(launcher, given, tmp_path)
+    codes = codes_of(started, 150)
+    said = started.err.read_text()
+    named = [line for line in said.splitlines() if "1 samples could not be read in epoch 0" in line]
+    assert len(named) == 1, said
+    assert "sopdist: rank " in named[0]
+    assert f"{damaged / split}" in named[0]
+    assert "shard-000000.tar" in said
+    assert "sopdist/train" not in said, "a traceback of ours"
+    if launcher == BY_HAND:
+        assert sorted(codes) == [1, LOST]
+    else:
+        assert 0 not in codes
+    assert summary_of(tmp_path)["finished"] is False
+
+
+@pytest.mark.long
+def test_an_interrupt_ends_all_ranks_at_once_and_the_summary_says_so(digits: Path, tmp_path: Path) -> None:
+    started = start(BY_HAND, arguments(digits, tmp_path, *ENDLESS), tmp_path)
+    wait_for(lambda: has_lines(tmp_path, "train"), started)
+    for process in started.processes:  # each leads a group of its own here; a terminal would have one for all
+        os.killpg(process.pid, signal.SIGINT)
+    assert codes_of(started, 20) == [130, 130]
+    said = started.err.read_text()
+    assert said.count("sopdist: interrupted") == 1
+    assert "Traceback" not in said
+    summary = summary_of(tmp_path)
+    assert (summary["finished"], summary["exit"]) == (False, "interrupted")
+
+
+@pytest.mark.long
+def test_a_rank_that_stands_still_is_given_up_after_the_timeout(digits: Path, tmp_path: Path) -> None:
+    started = start(BY_HAND, arguments(digits, tmp_path, *ENDLESS, "engine.timeout=5"), tmp_path)
+    wait_for(lambda: has_lines(tmp_path, "train"), started)
+    stopped = started.ranks()[1]
+    os.kill(stopped, signal.SIGSTOP)
+    try:
+        assert started.processes[0].wait(SOON) == LOST
+        os.kill(stopped, signal.SIGCONT)  # when it wakes up, it finds that it is alone
+        assert started.processes[1].wait(SOON) == LOST
+    finally:
+        started.kill()
+    assert "rank 0: lost contact with another rank" in started.err.read_text()
