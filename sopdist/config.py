@@ -122,7 +122,7 @@ def _apply(tree: dict[Any, Any], override: str) -> None:
     if not equals or not key:
         raise ConfigError(f"{override}: not of the form key=value")
     try:
-        value = yaml.safe_load(text)
+        value = yaml.safe_load(text) if text else ""  # `key=` is empty text; null is null
     except yaml.YAMLError:
         value = text
     *sections, name = key.split(".")

@@ -30,6 +30,7 @@ from ..data.errors import DataError
 from ..files import write_whole
 from ..noise.dealing import deal
 from .session import Session
+from .world import TogetherError
 
 FORMAT = 1
 FOLDER, STATE = "checkpoints", "state.json"
@@ -76,8 +77,11 @@ def load_checkpoint(session: Session, folder: Path) -> None:
     session.world.agree(lambda: _compare(folder, state["fingerprint"], fingerprint(session)))
     network = session.world.agree(lambda: read_tensors(folder / NETWORK))
     optimizer = session.world.agree(lambda: read_tensors(folder / OPTIMIZER))
-    session.world.agree(lambda: session.engine.load_network_state(network))
-    session.world.agree(lambda: session.engine.load_optimizer_state(optimizer))
+    try:  # these talk to other ranks themselves, and what is wrong with a file is wrong for all of them
+        session.engine.load_network_state(network)
+        session.engine.load_optimizer_state(optimizer)
+    except DataError as error:
+        raise TogetherError(f"{folder}: {error}") from None
     session.world.agree(lambda: _load_rows(session, folder))
     session.step, session.best = state["step"], state["best"]
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from .. import config
 from ..config import ConfigError
+from ..data.augment.recipes import find_recipe
 from ..data.settings import DataSettings
 from ..models.settings import ModelSettings
 from ..objectives.settings import ObjectiveSettings
@@ -48,8 +49,7 @@ class Config:
         if best and best not in self.evaluate.splits:
             known = ", ".join(self.evaluate.splits) or "none"
             raise ConfigError(f"evaluate.best = {best!r}: not one of evaluate.splits, which are {known}")
-        if self.objective.name == "ce" and self.data.labels == "":
-            raise ConfigError("data.labels: must name a label set")
+        find_recipe(self.data.recipe)
 
 
 def find_config(name: str) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
@@ -16,6 +17,8 @@ from .settings import EvaluateSettings
 from .world import World
 
 TOP = 5
+
+_logger = logging.getLogger("sopdist.train")
 
 
 def open_evaluations(
@@ -33,10 +36,23 @@ def open_evaluations(
                 raise ConfigError(
                     f"evaluate.splits.{name}: has {len(found)} classes, the training split {len(classes)}"
                 )
+            _warn_of_other_names(name, found, classes, world)
     except BaseException:
         close_all(streams)
         raise
     return streams
+
+
+def _warn_of_other_names(split: str, found: tuple[str, ...], classes: tuple[str, ...], world: World) -> None:
+    """Class 7 here must mean class 7 there. Names may be spelled in two ways, so it is only a warning."""
+    other = [(number, *names) for number, names in enumerate(zip(found, classes, strict=True)) if names[0] != names[1]]
+    if other and world.rank == 0:
+        number, theirs, ours = other[0]
+        _logger.warning(
+            "evaluate.splits.%s: %s of %s classes have other names than in the training split, e.g. class %s is %r "
+            "there and %r here: are they in the same order?",
+            split, len(other), len(classes), number, theirs, ours,
+        )  # fmt: skip
 
 
 def close_all(streams: Mapping[str, Stream]) -> None:

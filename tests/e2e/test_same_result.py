@@ -19,6 +19,7 @@ from torch import Tensor
 from tests.e2e.launchers import run
 from tests.e2e.plain_loop import STEPS, Trained, overrides, train_plainly
 from tests.e2e.records import MEANS, lines_of, losses_of, newest_checkpoint, table_in
+from tests.train.grey_images import write_images
 
 PLUS = {"consistency": 0.9, "balance": 0.1}
 Train = Callable[..., Path]
@@ -131,6 +132,27 @@ def test_any_number_of_ranks_engine_layout_and_pieces_trains_as_the_plain_loop(
 ) -> None:
     launcher, ranks, settings = MATRIX[case]
     assert_same(train(launcher, ranks, *settings.split()), plainly())
+
+
+@pytest.mark.long
+def test_rows_of_the_last_step_of_an_epoch_are_up_to_date_in_the_first_step_of_the_next(tmp_path: Path) -> None:
+    """A batch of nearly half of all samples: some are in both, and rows are sent a step ahead."""
+    write_images(tmp_path / "shards" / "train", 61)
+    (tmp_path / "small.yaml").write_text(
+        "data: {root: shards, split: train, recipe: digits, labels: wrong}\n"
+        "model: {name: small_conv}\n"
+        "objective: {visits: 2}\n"
+        "optim: {lr: 0.01}\n"
+        "train: {epochs: 8, batch: 29}\n"
+        "engine: {threads: 1}\n"
+        "log: {every: 1, wandb: 'off'}\n"
+    )
+    for launcher, ranks in (("python", 1), ("torchrun", 2)):
+        ended = run(launcher, ["--cfg", "small.yaml", f"run.name=of{ranks}"], tmp_path, ranks)
+        assert ended.code == 0, ended.told
+    one, two = (tmp_path / "runs" / name for name in ("of1", "of2"))
+    assert losses_of(two) == pytest.approx(losses_of(one), rel=1e-5)
+    assert table_in(newest_checkpoint(one))["u"].abs().max() > 0.5
 
 
 @pytest.mark.long

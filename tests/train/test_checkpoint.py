@@ -235,7 +235,7 @@ def test_a_checkpoint_that_cannot_be_written_costs_a_warning_not_the_run(
     (folder / "checkpoints").write_text("in the way")
     with caplog.at_level(logging.WARNING, "sopdist.train"):
         train("unlucky", "train.epochs=1")
-    assert "could not save, the run goes on" in caplog.text
+    assert "COULD NOT SAVE, the run goes on" in caplog.text
     assert (folder / "network-last.safetensors").is_file()
     assert len(losses_of(folder)) == STEPS
 

@@ -22,7 +22,7 @@ SECRETS = ("hunter2", "abc123")
 
 def make_config(folder: Path | str, root: str = "shards", **changes: Any) -> Config:
     tree: dict[str, Any] = {
-        "run": {"name": "first", "folder": str(folder)}, "data": {"root": root, "recipe": "cifar"},
+        "run": {"name": "first", "folder": str(folder)}, "data": {"root": root, "recipe": "cifar10"},
         "model": {"name": "mlp"}, "train": {"epochs": 3, "batch": 8},
     }  # fmt: skip
     for section, values in changes.items():
