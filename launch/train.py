@@ -2,7 +2,7 @@
 
     deepspeed launch/train.py --cfg webvision.yaml
     torchrun --nproc-per-node 8 launch/train.py --cfg webvision.yaml optim.lr=0.01 data.root=/data/webvision
-    accelerate launch --num_processes 8 launch/train.py --cfg webvision.yaml --resume auto
+    accelerate launch --multi_gpu --num_processes 8 launch/train.py --cfg webvision.yaml --resume auto
     srun python launch/train.py --cfg webvision.yaml
     python launch/train.py --cfg demo.yaml
 

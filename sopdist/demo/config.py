@@ -27,6 +27,7 @@ train:
 engine:
   kind: deepspeed
   zero: 0
+  threads: 1
 evaluate:
   splits:
     test: test

@@ -22,7 +22,7 @@ from typing import NamedTuple
 from .finding import Finding
 from .isolation import ask
 
-SECONDS = 25
+SECONDS = 60
 _LINE = 100  # columns after which advice goes to a line of its own
 
 

@@ -145,6 +145,8 @@ def test_rows_of_the_last_step_of_an_epoch_are_up_to_date_in_the_first_step_of_t
         "optim: {lr: 0.01}\n"
         "train: {epochs: 8, batch: 29}\n"
         "engine: {threads: 1}\n"
+        "evaluate: {every: 99}\n"  # it would wait for facts under way, and so would a checkpoint
+        "checkpoint: {every: 99}\n"
         "log: {every: 1, wandb: 'off'}\n"
     )
     for launcher, ranks in (("python", 1), ("torchrun", 2)):

@@ -6,7 +6,7 @@
   sopdist eval runs/cifar10/checkpoints/step-00004224
 
 A split is a folder inside of the run's data.root, or the path or URL of another one with the same classes; NAME= in
-front gives it a name. Several processes share the work: torchrun --nproc-per-node 8 -m sopdist.cli eval ...
+front gives it a name. Several processes share the work: torchrun --nproc-per-node 8 -m sopdist eval ...
 """
 
 from __future__ import annotations
