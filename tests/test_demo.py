@@ -138,12 +138,12 @@ def test_options_out_of_range_are_refused(wrong: list[str], capsys: pytest.Captu
 def test_the_comparison_says_what_the_files_say(tmp_path: Path) -> None:
     ce = read_run(write_run(tmp_path / "ce", [0.5, 0.9, 0.9, 0.7], memorised=0.95))
     sop = read_run(write_run(tmp_path / "sop", [0.5, 0.6, 0.97], memorised=0.04, **noise()))
-    assert (ce.best, ce.best_epoch, ce.speed) == (0.9, 2, 250.0)
+    assert (ce.best, ce.best_epoch, ce.speed) == (0.9, 1, 250.0)
     told = [" ".join(line.split()) for line in comparison(ce, sop).splitlines()]
     assert told[:5] == [
         "CE SOP",
         "test accuracy, last epoch 70.0% 97.0%",
-        "test accuracy, best epoch 90.0% (2) 97.0% (3)",
+        "test accuracy, best epoch 90.0% (epoch 1) 97.0% (epoch 2)",
         "wrong labels memorised 95.0% 4.0%",
         "samples/s 250 200",
     ]

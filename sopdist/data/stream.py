@@ -15,7 +15,7 @@ import logging
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -159,7 +159,7 @@ class Stream:
         self._decoder.discard()
         self._running = running = object()
         bad: dict[int, BadSample] = {}
-        allowed = int(self.settings.max_bad_fraction * np.count_nonzero(plan.rows != NO_SAMPLE))
+        allowed = self._allowed_bad(plan)
         ahead: deque[tuple[Request, NDArray[np.float32]]] = deque()
         steps = iter(range(start, plan.steps))
         try:
@@ -172,7 +172,9 @@ class Stream:
                 begun = time.perf_counter()
                 decoded = self._decoder.collect()
                 self._waited += time.perf_counter() - begun
-                self._count_bad(decoded.bad, bad, allowed, epoch)
+                # What stands in a gap again belongs to another place, perhaps of another rank, and is counted there.
+                own = [sample for place, sample in decoded.bad.items() if weight[place] > 0]
+                self._count_bad(own, bad, allowed, epoch)
                 yield self._batch(request, weight, decoded)
                 if self._running is not running:
                     raise DataError(f"epoch {epoch} was left for another one, or the stream was closed; start it again")
@@ -215,9 +217,19 @@ class Stream:
             views[0], torch.from_numpy(labels), torch.from_numpy(request.index), torch.from_numpy(weight), *views[1:]
         )
 
-    def _count_bad(self, new: dict[int, BadSample], bad: dict[int, BadSample], allowed: int, epoch: int) -> None:
+    def _allowed_bad(self, plan: Plan) -> int:
+        """How many of this rank's samples may be unreadable: the same share of them as of the epoch.
+
+        200 samples on four ranks, of which 2% may be bad: four on one rank alone, one on each of four. One is allowed
+        to every rank as long as one is allowed to all of them together.
+        """
+        fraction, real = self.settings.max_bad_fraction, plan.rows != NO_SAMPLE  # (steps, global_batch)
+        together = int(fraction * np.count_nonzero(real))
+        return min(together, max(1, int(fraction * np.count_nonzero(real[:, self._columns]))))
+
+    def _count_bad(self, new: Sequence[BadSample], bad: dict[int, BadSample], allowed: int, epoch: int) -> None:
         """Log what is bad, and stop when it is too much."""
-        for sample in new.values():
+        for sample in new:
             if sample.index not in bad:
                 bad[sample.index] = sample
                 self._bad += 1
@@ -225,9 +237,10 @@ class Stream:
                     _logger.warning("skipped a sample: %s: %s", sample.where, sample.reason)
         if len(bad) > allowed:
             named = "".join(f"\n  {sample.where}: {sample.reason}" for sample in list(bad.values())[:_MOST_NAMED])
+            part = "" if self._columns == slice(0, self._global_batch) else " in this rank's part of it"
             raise TooManyBadSamplesError(
                 f"{self.split.store.root}: {len(bad)} samples could not be read in epoch {epoch}, "
-                f"data.max_bad_fraction = {self.settings.max_bad_fraction} allows {allowed}:{named}\n"
+                f"data.max_bad_fraction = {self.settings.max_bad_fraction} allows {allowed}{part}:{named}\n"
                 f"`sopdist verify --decode` lists all of them"
             )
 

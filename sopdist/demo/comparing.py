@@ -19,7 +19,7 @@ class Run(NamedTuple):
 
     last: Mapping[str, Any]  # what was measured at its end
     best: float  # best test accuracy of any epoch
-    best_epoch: int  # counted from 1
+    best_epoch: int  # counted from 0, as in metrics.jsonl
     speed: float  # samples a second, the median of the epochs
 
 
@@ -38,19 +38,19 @@ def read_run(folder: Path) -> Run:
     evaluations = [(line[_ACCURACY], -line["epoch"]) for line in lines if _ACCURACY in line]
     best, epoch = max(evaluations)  # the earliest, of several that are equally good
     speeds = [line["samples_per_second"] for line in lines if line.get("samples_per_second")]
-    return Run(last, best, 1 - epoch, statistics.median(speeds))
+    return Run(last, best, -epoch, statistics.median(speeds))
 
 
 def comparison(ce: Run, sop: Run) -> str:
     """A table of both, and what SOP has found out about the labels."""
     rows = [
         ("test accuracy, last epoch", *(_percent(run.last[_ACCURACY]) for run in (ce, sop))),
-        ("test accuracy, best epoch", *(f"{_percent(run.best)} ({run.best_epoch})" for run in (ce, sop))),
+        ("test accuracy, best epoch", *(f"{_percent(run.best)} (epoch {run.best_epoch})" for run in (ce, sop))),
         ("wrong labels memorised", *(_percent(run.last.get("memorised")) for run in (ce, sop))),
         ("samples/s", *(f"{run.speed:,.0f}" for run in (ce, sop))),
     ]
     table = [("", "CE", "SOP"), *rows]
-    lines = [f"{name:26}{first:>14}{second:>14}".rstrip() for name, first, second in table]
+    lines = [f"{name:26}{first:>18}{second:>18}".rstrip() for name, first, second in table]
     found = {key.removeprefix("noise/"): value for key, value in sop.last.items() if key.startswith("noise/")}
     return "\n".join([*lines, "", *_labels(found)])
 

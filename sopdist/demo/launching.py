@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ from typing import Any
 
 from ..data.errors import DataError
 from ..train.config import CONFIGS
-from ..train.place import LAUNCH_VARIABLES
+from ..train.place import LAUNCH_VARIABLES, free_port
 from .comparing import is_finished
 from .config import write_config
 
@@ -71,7 +70,7 @@ class Launch:
     def command(self) -> list[str]:
         """The command line, as one would type it, with everything that differs from configs/demo.yaml."""
         # Through Python, because a script of this name on the PATH may belong to another Python.
-        port = _free_port()
+        port = free_port()
         if self.launcher == "deepspeed":
             start = ["deepspeed.launcher.runner", f"--num_accelerators={self.ranks}", f"--master_port={port}"]
             program = [str(SCRIPT)] if SCRIPT.is_file() else ["--no_local_rank", "--module", "sopdist", "train"]
@@ -142,10 +141,3 @@ def _signals_interrupt() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port

@@ -44,6 +44,17 @@ def classifiers(network: nn.Module) -> list[str]:
     return [names] if isinstance(names, str) else list(names)
 
 
+def with_common_statistics(network: nn.Module) -> nn.Module:
+    """The network with batch norms that take their statistics over all ranks.
+
+    Many of timm's norms have an activation inside, which torch's own conversion would drop without a word.
+    """
+    from timm.layers import convert_sync_batchnorm
+
+    converted: nn.Module = convert_sync_batchnorm(network)
+    return converted
+
+
 def _import_timm(name: str) -> ModuleType:
     try:
         import_torchvision()

@@ -61,12 +61,14 @@ def planned_route(parts: Sequence[NDArray[np.int64]], rank: int, device: torch.d
     """The route of a batch of which every rank's samples are known, by arithmetic alone."""
     ranks = len(parts)
     owner = parts[rank] % ranks
-    needed = [part[part % ranks == rank] // ranks for part in parts]
+    whole = np.concatenate(parts)
+    reader = np.repeat(np.arange(ranks), [len(part) for part in parts])  # the rank that sees each sample
+    mine = whole % ranks == rank
     return Route(
-        torch.from_numpy(np.argsort(owner, kind="stable")).to(device, non_blocking=True),
+        torch.from_numpy(np.argsort(owner, kind="stable")).to(device),
         np.bincount(owner, minlength=ranks).tolist(),
-        torch.from_numpy(np.concatenate(needed)).to(device, non_blocking=True),
-        [len(part) for part in needed],
+        torch.from_numpy(whole[mine] // ranks).to(device),
+        np.bincount(reader[mine], minlength=ranks).tolist(),
     )
 
 
@@ -105,7 +107,7 @@ class Exchange:
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self._coming: deque[Passage] = deque()
         self._unsettled: tuple[Route, Tensor, dist.Work, Update] | None = None
-        self._clock = _Waits()
+        self._clock = _Waits(on_gpu=table.u.is_cuda)
         self._sent_bytes = 0
 
     # -- rows ----------------------------------------------------------------------------------------------------------
@@ -241,12 +243,15 @@ class Exchange:
 class _Waits:
     """How long training stood still: by the host's clock, or, where only the GPU's stream waits, by the stream's."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_gpu: bool) -> None:
+        self._on_gpu = on_gpu
         self._waited = self._travelled = 0.0
-        self._events: list[tuple[Any, Any]] = []
+        self._events: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
 
     def started(self, work: dist.Work) -> None:
-        """A message has been sent; note when it will have arrived."""
+        """A message has been sent; note when it will have arrived, which a GPU does not tell."""
+        if self._on_gpu:
+            return
         begun = time.perf_counter()
 
         def arrived(_: Any) -> None:
@@ -257,24 +262,24 @@ class _Waits:
     def wait(self, work: dist.Work | None) -> None:
         if work is None:
             return
-        begun, event = time.perf_counter(), _event()
+        if not self._on_gpu:
+            begun = time.perf_counter()
+            work.wait()
+            self._waited += time.perf_counter() - begun
+            return
+        marks = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        marks[0].record()
         work.wait()
-        self._waited += time.perf_counter() - begun
-        if event is not None:
-            self._events.append((event, _event()))
+        marks[1].record()
+        self._events.append(marks)
+        while self._events and self._events[0][1].query():  # nobody may ever ask
+            self._add(*self._events.popleft())
 
     def read(self) -> tuple[float, float]:
-        for before, after in self._events:
-            after.synchronize()
-            self._waited += before.elapsed_time(after) / 1000
-        self._events.clear()
+        while self._events:
+            self._events[0][1].synchronize()
+            self._add(*self._events.popleft())
         return self._waited, self._travelled
 
-
-def _event() -> Any:
-    """A mark in the GPU's stream, if there is one in use."""
-    if not torch.cuda.is_available():
-        return None
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
+    def _add(self, before: torch.cuda.Event, after: torch.cuda.Event) -> None:
+        self._waited += before.elapsed_time(after) / 1000

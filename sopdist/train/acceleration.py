@@ -58,6 +58,25 @@ def backend_of(device: str) -> str:
     return "nccl" if device == "cuda" else "gloo"
 
 
+def gpu_of(local_rank: int, local_size: int, visible: int) -> int:
+    """The GPU of a rank, among those that it sees: all of its node, or only its own."""
+    if visible == 1:
+        return 0
+    if visible < local_size:
+        raise ConfigError(
+            f"{local_size} ranks were started on this node, but it has only {visible} GPUs: start at most {visible} "
+            f"ranks on a node, or let each rank see one GPU of its own (CUDA_VISIBLE_DEVICES)"
+        )
+    return local_rank
+
+
+def numbered(device: torch.device) -> torch.device:
+    """The device with its number, as tensors name it: accelerate calls the GPU of a single process just cuda."""
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
 def build_accelerator(kind: Kind, settings: EngineSettings, place: Place) -> Accelerator:
     """An Accelerator with a process group over all ranks, if the kind has one."""
     device = device_type()
@@ -75,8 +94,8 @@ def build_accelerator(kind: Kind, settings: EngineSettings, place: Place) -> Acc
             accelerator = Accelerator(cpu=device == "cpu", mixed_precision=precision)
         _check(accelerator, kind, device, place)
         return accelerator
-    if device == "cuda":  # a rank may see all GPUs of its node, or only its own
-        place = replace(place, local_rank=place.local_rank % torch.cuda.device_count())
+    if device == "cuda":
+        place = replace(place, local_rank=gpu_of(place.local_rank, place.local_size, torch.cuda.device_count()))
     plugin = _deepspeed_plugin(settings, device) if kind == "deepspeed" else None
     export_place(place, os.environ)
     timeout = timedelta(seconds=settings.timeout)

@@ -29,6 +29,7 @@ from ..data import plan
 from ..data.errors import DataError
 from ..files import write_whole
 from ..noise.dealing import deal
+from .run_folder import METRICS
 from .session import Session
 from .world import TogetherError
 
@@ -40,7 +41,7 @@ BEST, LAST = "network-best.safetensors", "network-last.safetensors"
 
 def save_checkpoint(session: Session) -> None:
     """Write a checkpoint of the current step, then remove the oldest. Collective. A failure is told, not raised."""
-    name = f"step-{session.step:08d}"
+    name = _name_of(session.step)
     partial, final = (session.folder / FOLDER / each for each in (f"{name}.partial", name))
     network, optimizer = session.engine.network_state(), session.engine.optimizer_state()
 
@@ -86,6 +87,24 @@ def load_checkpoint(session: Session, folder: Path) -> None:
     session.step, session.best = state["step"], state["best"]
 
 
+def forget_later(session: Session) -> None:
+    """Remove checkpoints of later steps than the one that the run goes on from: they would be taken for the newest.
+
+    Collective.
+    """
+
+    def remove() -> None:
+        for later in complete_checkpoints(session.folder):
+            if later.name > _name_of(session.step):
+                shutil.rmtree(later)
+
+    session.world.on_first(remove)
+
+
+def _name_of(step: int) -> str:
+    return f"step-{step:08d}"
+
+
 def find_checkpoint(run: Path, resume: str) -> Path | None:
     """The checkpoint that `--resume` means: `auto` is the newest of the run, if there is one."""
     if resume == "none":
@@ -94,11 +113,13 @@ def find_checkpoint(run: Path, resume: str) -> Path | None:
         complete = complete_checkpoints(run)
         return complete[-1] if complete else None
     path = Path(resume)
-    if (path / STATE).is_file():
-        return path
-    complete = complete_checkpoints(path)
+    complete = [path] if (path / STATE).is_file() else complete_checkpoints(path)
     if not complete:
         raise DataError(f"--resume {resume}: neither a checkpoint nor a run with one")
+    if (run / METRICS).exists() and complete[-1].resolve().parent.parent != run.resolve():
+        raise DataError(
+            f"--resume {resume}: is of another run, and {run} holds one already: run.name=... names a new one"
+        )
     return complete[-1]
 
 
@@ -121,6 +142,8 @@ def fingerprint(session: Session) -> dict[str, Any]:
         "train.batch": config.train.batch,
         "model.name": config.model.name,
         "objective.name": config.objective.name,
+        "optim.name": config.optim.name,
+        **{f"data.{key}": getattr(config.data, key) for key in ("balanced_per_epoch", "lanes", "block")},
     }
     if session.objective.sop is not None:
         found |= {"objective.variant": config.objective.variant}

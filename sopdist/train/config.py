@@ -50,6 +50,11 @@ class Config:
             known = ", ".join(self.evaluate.splits) or "none"
             raise ConfigError(f"evaluate.best = {best!r}: not one of evaluate.splits, which are {known}")
         find_recipe(self.data.recipe)
+        if self.objective.balance and self.train.accumulate > 1:
+            raise ConfigError(
+                "objective.balance: compares the mean prediction of the whole batch, which train.accumulate > 1 takes "
+                "apart; set one of them to its default"
+            )
 
 
 def find_config(name: str) -> Path:

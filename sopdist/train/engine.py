@@ -94,21 +94,43 @@ class Engine:
             self.world.accelerator.backward(loss)
 
     def step(self) -> bool:
-        """Clip, update the weights, clear the gradients. False if fp16 overflowed and the update was left out."""
+        """Clip, update the weights, clear the gradients. False if the update is known to be left out.
+
+        A gradient that is not finite never reaches the weights: one sample whose activations overflow is enough for
+        one, even if it has no part in the loss (0 * inf is not 0). fp16 and ZeRO 1 to 3 leave such an update out, and
+        say so. In all other cases the gradient is taken as 0, which needs no waiting for the device: momentum and
+        weight decay go on for that step, and True is returned.
+        """
         if self.world.kind == "deepspeed":
             return self._deepspeed_step()
         if self._clip:
-            self._norm = self.world.accelerator.clip_grad_norm_(self.network.parameters(), self._clip)
+            self.world.accelerator.unscale_gradients()
+        self._tame_gradient()
         self._stepper.step()
         self._stepper.zero_grad()
         return not self._stepper.step_was_skipped
 
+    def _tame_gradient(self) -> None:
+        """Clip the gradient, which is the same on all ranks, and make it 0 if it is not finite."""
+        scaled = self.settings.precision == "fp16"  # its scaler finds by itself what is not finite, and must see it
+        if scaled and not self._clip:
+            return
+        parameters = [parameter for parameter in self.network.parameters() if parameter.grad is not None]
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        self._norm = nn.utils.get_total_norm(gradients)
+        if self._clip:
+            nn.utils.clip_grads_with_norm_(parameters, self._clip, self._norm)
+        if not scaled:
+            broken = ~self._norm.isfinite()
+            for gradient in gradients:
+                gradient.masked_fill_(broken, 0.0)
+
     def _deepspeed_step(self) -> bool:
-        if self._clip and self.stage == 0:  # with ZeRO DeepSpeed does it, without it would not tell the norm
+        if self.stage == 0:  # with ZeRO DeepSpeed does it; without, it would neither tell the norm nor look at it
             scaler = getattr(self._wrapped, "torch_autocast_z0_gradscaler", None)
-            if scaler is not None:
+            if self._clip and scaler is not None:
                 scaler.unscale_(self._optimizer)
-            self._norm = nn.utils.clip_grad_norm_(self.network.parameters(), self._clip)
+            self._tame_gradient()
         self._wrapped.step()
         if self.stage:
             self._norm = self._wrapped.get_global_grad_norm()
@@ -232,13 +254,22 @@ def _prepared(network: nn.Module, world: World, settings: EngineSettings) -> nn.
     if world.kind != "deepspeed" and opened_with != {"fp32": "no"}.get(settings.precision, settings.precision):
         raise ConfigError(f"engine.precision = {settings.precision}, but the world was opened with {opened_with}")
     if settings.sync_batchnorm and world.size > 1:
-        network = nn.SyncBatchNorm.convert_sync_batchnorm(network)
+        network = with_common_statistics(network)
     network = network.to(world.device)
     if settings.channels_last and world.kind != "deepspeed":
         network = network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     if settings.compile:
         network.compile()  # in place: names stay as they are
     return network
+
+
+def with_common_statistics(network: nn.Module) -> nn.Module:
+    """The network with batch norms that take their statistics over all ranks. Its parameters stay the same objects."""
+    if any(type(module).__module__.startswith("timm.") for module in network.modules()):
+        from ..models.from_timm import with_common_statistics as by_timm
+
+        return by_timm(network)
+    return nn.SyncBatchNorm.convert_sync_batchnorm(network)
 
 
 def _complete_deepspeed_config(

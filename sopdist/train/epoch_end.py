@@ -25,34 +25,37 @@ def end_epoch(session: Session, epoch: int) -> None:
     session.engine.average_statistics()
     if last or (epoch + 1) % config.evaluate.every == 0:
         with clock.part("evaluate"):
-            improved = _evaluate(session, epoch)
+            score = _evaluate(session, epoch)
             if session.objective.sop is not None:
                 _tell_noise(session, session.objective.sop, epoch)
-        if improved:
-            _save(session, lambda: save_network(session, BEST))
+        with clock.part("checkpoint"):
+            if score > session.best and _save(session, lambda: save_network(session, BEST)):
+                session.best = score
+    if session.nonfinite_streak:  # a network that is breaking apart is nothing to go on from
+        if session.world.rank == 0:
+            _logger.warning("epoch %s is NOT SAVED: its last steps are not finite", epoch)
+        session.network_lost = last
+        return
     with clock.part("checkpoint"):
         if config.checkpoint.every and (last or (epoch + 1) % config.checkpoint.every == 0):
             _save(session, lambda: save_checkpoint(session))
         if last:
-            _save(session, lambda: save_network(session, LAST))
+            session.network_lost = not _save(session, lambda: save_network(session, LAST))
 
 
-def _evaluate(session: Session, epoch: int) -> bool:
-    """Evaluate on all splits; whether the network is the best so far."""
+def _evaluate(session: Session, epoch: int) -> float:
+    """Evaluate on all splits; the top-1 by which the best network is chosen, -1 without such a split."""
     session.engine.eval()
     metrics: dict[str, float] = {}
     for name, stream in session.evaluations.items():
         found = evaluate(session.engine.forward, stream, session.world)
         metrics |= {f"{name}/{key}": value for key, value in found.items()}
     session.engine.train()
-    decisive = session.config.evaluate.best or next(iter(session.evaluations), "")
-    score = metrics.get(f"{decisive}/top1", -1.0)
-    improved = score > session.best
-    if improved:
-        session.best = score
+    score = metrics.get(f"{session.config.evaluate.best or 'val'}/top1", -1.0)
+    best = {"best": max(score, session.best)} if score >= 0 else {}
     if session.journal is not None and metrics:
-        session.journal.log("eval", session.step, epoch, {**metrics, "best": session.best})
-    return improved
+        session.journal.log("eval", session.step, epoch, metrics | best)
+    return score
 
 
 def _tell_noise(session: Session, sop: SOP, epoch: int) -> None:
@@ -73,13 +76,15 @@ def _tell_noise(session: Session, sop: SOP, epoch: int) -> None:
     session.journal.log("noise", session.step, epoch, report)
 
 
-def _save(session: Session, save: Callable[[], None]) -> None:
-    """A failed save costs a warning and is counted; the run goes on, and the last good one stays."""
+def _save(session: Session, save: Callable[[], None]) -> bool:
+    """Whether it was saved. A failure costs a warning and is counted; the run goes on, and the last good one stays."""
     try:
         save()
+        return True
     except TogetherError as error:
         session.failed_saves += 1
         if session.world.rank == 0:
             _logger.warning("COULD NOT SAVE, the run goes on: %s", error)
             for torn in (session.folder / FOLDER).glob("*.partial"):  # a full disk needs the room
                 shutil.rmtree(torn, ignore_errors=True)
+        return False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..config import ConfigError
+from ..data.remote.transfer import PIPE
 from ..data.settings import DataSettings
 from ..data.stream import Stream
 from .settings import EvaluateSettings
@@ -21,15 +22,21 @@ TOP = 5
 _logger = logging.getLogger("sopdist.train")
 
 
+def data_of_split(data: DataSettings, split: str) -> DataSettings:
+    """Where an evaluation split lies: a name is a folder of `data.root`, a path, URL or `pipe:` stands for itself."""
+    if split.startswith(PIPE) or "/" in split:
+        return replace(data, root=split, split="")
+    return replace(data, split=split)
+
+
 def open_evaluations(
     settings: EvaluateSettings, data: DataSettings, classes: tuple[str, ...], batch: int, world: World
 ) -> dict[str, Stream]:
-    """A stream for each named split. A split of `data.root` by its name, any other by its path or URL."""
+    """A stream for each named split."""
     streams: dict[str, Stream] = {}
     try:
         for name, split in settings.splits.items():
-            there = replace(data, root=split, split="") if "/" in split else replace(data, split=split)
-            wanted = replace(there, labels=settings.labels, balanced_per_epoch=0)
+            wanted = replace(data_of_split(data, split), labels=settings.labels, balanced_per_epoch=0)
             streams[name] = Stream(wanted, batch, rank=world.rank, world_size=world.size, train=False)
             found = streams[name].split.manifest.classes
             if len(found) != len(classes):
@@ -61,16 +68,21 @@ def close_all(streams: Mapping[str, Stream]) -> None:
         stream.close()
 
 
-@torch.no_grad()
 def evaluate(forward: Callable[[Tensor], Tensor], stream: Stream, world: World) -> dict[str, float]:
     """Top-1, top-5 (where there are more classes than that) and mean cross-entropy over all samples of the split.
 
-    `forward` makes logits of images. Every rank sees its part; sums are taken over ranks, and gaps have weight 0.
+    `forward` makes logits of images. Every rank sees its part; sums are taken over ranks.
     """
-    sums = torch.zeros(4, dtype=torch.float64, device=world.device)  # top-1, top-5, loss, weight
+    return rates(world.sum(count(forward, stream, world.device)), len(stream.split.manifest.classes))
+
+
+@torch.no_grad()
+def count(forward: Callable[[Tensor], Tensor], stream: Stream, device: torch.device) -> list[float]:
+    """Sums over this rank's part of the split: top-1 hits, top-5 hits, loss, weight. Gaps have weight 0."""
+    sums = torch.zeros(4, dtype=torch.float64, device=device)
     classes = len(stream.split.manifest.classes)
     for batch in stream.epoch():
-        on_device = batch.to(world.device)
+        on_device = batch.to(device)
         logits = forward(on_device.images).float()
         weight = on_device.weight.double()
         best = logits.topk(min(TOP, classes), dim=1).indices == on_device.labels[:, None]  # (B, up to 5)
@@ -79,6 +91,12 @@ def evaluate(forward: Callable[[Tensor], Tensor], stream: Stream, world: World) 
         sums += torch.stack(
             [*(hits * weight).sum(1), (loss.double() * weight).where(weight > 0, 0).sum(), weight.sum()]
         )
-    top1, top5, lost, total = world.sum(sums.tolist())
+    found: list[float] = sums.tolist()
+    return found
+
+
+def rates(sums: Sequence[float], classes: int) -> dict[str, float]:
+    """What the sums over all ranks come to, a sample."""
+    top1, top5, lost, total = sums
     found = {"top1": top1 / max(total, 1.0), "loss": lost / max(total, 1.0), "samples": total}
     return found | ({"top5": top5 / max(total, 1.0)} if classes > TOP else {})

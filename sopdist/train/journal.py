@@ -182,5 +182,5 @@ def _closing_table(folder: Path, rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _best(rows: Sequence[Mapping[str, Any]], key: str) -> str:
-    value, epoch = max((row[key], row["epoch"]) for row in rows if row.get(key) is not None)
-    return f"  (best {value:.5g}, epoch {epoch})"
+    value, back = max((row[key], -row["epoch"]) for row in rows if row.get(key) is not None)  # the earliest of equals
+    return f"  (best {value:.5g}, epoch {-back})"

@@ -48,9 +48,9 @@ def train(session: Session) -> None:
                 with engine.piece(last=number == config.train.accumulate):
                     logits, logits2 = both_views(session, piece)
                     loss = objective.loss(logits, piece, logits2)
+                    guard.watch(piece, tally.add(logits, loss, piece, truth_of(session, piece), logits2))
                     weight_of_all, nonfinite = weight.result()
                     engine.backward(loss * (world.size / max(weight_of_all, 1.0)))
-                guard.watch(piece, tally.add(logits.detach(), loss.detach(), piece, truth_of(session, piece)))
             engine.step()
             objective.settle()
             guard.check(nonfinite)

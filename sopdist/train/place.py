@@ -57,7 +57,7 @@ def export_place(place: Place, environ: MutableMapping[str, str]) -> None:
     environ["RANK"], environ["WORLD_SIZE"] = str(place.rank), str(place.size)
     environ["LOCAL_RANK"], environ["LOCAL_WORLD_SIZE"] = str(place.local_rank), str(place.local_size)
     environ["MASTER_ADDR"] = place.master
-    environ["MASTER_PORT"] = str(place.port or _free_port())
+    environ["MASTER_PORT"] = str(place.port or free_port())
 
 
 def first_host(hosts: str) -> str:
@@ -158,7 +158,8 @@ def _number(environ: Mapping[str, str], name: str, default: int | None = None) -
     return int(text)
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of this host that nobody listens at now."""
     with socket.socket() as probe:
         probe.bind((_LOCALHOST, 0))
         port: int = probe.getsockname()[1]

@@ -28,11 +28,10 @@ _ELSEWHERE = "run.folder=... chooses another place"
 _logger = logging.getLogger("sopdist.train")
 
 
-def open_run(config: Config, *, resume: bool) -> Path:
-    """Make the folder of a run, or find it again, with the config in it. For rank 0 only.
+def find_run(config: Config, *, resume: bool) -> Path:
+    """The folder of a run, which is made if it is not there, and can be written. For rank 0 only.
 
-    A run that is there already is not touched unless it is to be resumed. A start that failed before the first step has
-    left only its config behind, and does not count.
+    Nothing in it is touched: what is wrong with the config or the data shall not cost an older run.
     """
     if not config.run.name:
         raise ConfigError("run.name: must be set: it names the folder of the run")
@@ -46,12 +45,30 @@ def open_run(config: Config, *, resume: bool) -> Path:
         free = shutil.disk_usage(folder).free
         if free < LEAST_FREE:
             raise DataError(f"{folder}: its disk is full, {free >> 20} MiB are free; free some space, or {_ELSEWHERE}")
+        if not os.access(folder, os.W_OK):
+            raise DataError(f"{folder}: cannot be written; {_ELSEWHERE}")
+    except OSError as error:
+        raise _cannot_write(folder, error) from None
+    return folder
+
+
+def open_run(config: Config, *, resume: bool) -> Path:
+    """Put the config into the folder of the run. For rank 0 only, when all else has been found to be right.
+
+    A start that failed before the first step has left only its config behind, and does not count as a run.
+    """
+    folder = find_run(config, resume=resume)
+    try:
         if resume:
             _tell_changes(folder / CONFIG, to_tree(config))
         _write_config(folder / CONFIG, config)
     except OSError as error:
-        raise DataError(f"{folder}: cannot be written: {error.strerror or error}; {_ELSEWHERE}") from None
+        raise _cannot_write(folder, error) from None
     return folder
+
+
+def _cannot_write(folder: Path, error: OSError) -> DataError:
+    return DataError(f"{folder}: cannot be written: {error.strerror or error}; {_ELSEWHERE}")
 
 
 def shown(tree: Any) -> Any:

@@ -31,6 +31,14 @@ from .world import TogetherError, World, open_world
 
 OK, FAILED, BAD_CONFIG, NOT_FINITE, INTERRUPTED = 0, 1, 2, 3, 130
 
+# What gloo, NCCL and torch's store say, in lower case, when another process has gone or does not answer.
+_SIGNS_OF_LOSS = (
+    "connection closed by", "connection reset", "connection refused", "connection was likely closed", "broken pipe",
+    "timed out waiting", "socket has timed out", "wait timeout after", "timeout caused pair closure",
+    "collective operation timeout", "before timing out",
+    "remote process exited", "remote process exiting", "communicator was aborted", "ncclremoteerror",
+)  # fmt: skip
+
 
 def run_config(name: str, overrides: Sequence[str] = (), *, resume: str = "none") -> int:
     """Train what the config says; returns the exit code."""
@@ -85,9 +93,9 @@ def _run_together(config: Config, world: World, resume: str) -> int:
 
 
 def _train(config: Config, world: World, resume: str) -> int:
-    from .checkpoint import find_checkpoint, load_checkpoint
+    from .checkpoint import find_checkpoint, forget_later, load_checkpoint
     from .loop import train
-    from .session import open_session
+    from .session import begin_record, open_session
     from .telling import tell_beginning, tell_end
 
     # Rank 0 chooses for all, before anything is written: a wrong --resume must not look like a run afterwards.
@@ -98,6 +106,8 @@ def _train(config: Config, world: World, resume: str) -> int:
     try:
         if checkpoint is not None:
             load_checkpoint(session, checkpoint)
+        begin_record(session, resume=resume != "none")
+        forget_later(session)
         tell_beginning(session, checkpoint)
         train(session)
         return OK if tell_end(session) else FAILED
@@ -144,10 +154,9 @@ def _fail_alone(world: World, error: Exception) -> None:
 
 
 def lost_contact(error: Exception) -> bool:
-    """Whether a rank's error is only that another one is gone."""
-    text = str(error)
-    signs = ("Connection closed by peer", "Connection reset", "Broken pipe", "NCCL", "gloo", "Gloo", "Timed out")
-    return isinstance(error, RuntimeError) and any(sign in text for sign in signs)
+    """Whether a rank's error is only that another one is gone. A library's name in it is no sign: it may be a bug."""
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and any(sign in text for sign in _SIGNS_OF_LOSS)
 
 
 def _end_alone(code: int) -> None:

@@ -3,15 +3,15 @@ step and told by all ranks as one."""
 
 from __future__ import annotations
 
-import contextlib
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from ..config import to_tree
+from ..config import ConfigError, to_tree
 from ..data.augment.policy import Policy
 from ..data.augment.recipes import find_recipe
 from ..data.errors import DataError
@@ -27,9 +27,10 @@ from .engine import Engine
 from .evaluate import close_all, open_evaluations
 from .journal import Journal
 from .optim import make_optimizer
-from .run_folder import open_run
+from .run_folder import find_run, open_run
+from .settings import LogSettings
 from .tally import Tally
-from .world import TogetherError, World
+from .world import World
 
 
 @dataclass
@@ -50,7 +51,9 @@ class Session:
     step: int = 0  # optimizer steps done
     best: float = -1.0  # top-1 of the best network so far
     exchanged: ExchangeStats = field(default_factory=ExchangeStats)  # as it was last told
+    nonfinite_streak: int = 0  # steps in a row, up to now, with samples that are not finite
     failed_saves: int = 0
+    network_lost: bool = False  # the network of the last step could not be saved
     started: float = 0.0
 
     @property
@@ -67,53 +70,54 @@ class Session:
 
 def open_session(config: Config, world: World, *, resume: bool) -> Session:
     """Put everything together; whatever is wrong on any rank, all ranks raise the same."""
-    folder = Path(world.on_first(lambda: str(open_run(config, resume=resume))))
-    data = _for_this_rank(config.data, world)
-    strong = Policy() if config.objective.consistency > 0 else None
-    stream = world.agree(
-        lambda: Stream(data, config.train.batch, config.run.seed, rank=world.rank, world_size=world.size, strong=strong)
-    )
-    classes = stream.split.manifest.classes
-    if stream.steps < 1:  # the same on all ranks
-        balanced = config.data.balanced_per_epoch
-        raise TogetherError(
-            f"data.balanced_per_epoch = {balanced}: fewer than one sample for each of {len(classes)} classes",
-            config=True,
-        )
-    batch = config.evaluate.batch or config.train.batch
-    evaluations = world.agree(lambda: open_evaluations(config.evaluate, data, classes, batch, world))
-    model = world.agree(lambda: _make_model(config, stream))
-    # Not inside of `agree`: it talks to other ranks itself, and must not begin if one of them cannot. What it refuses,
-    # it refuses on all of them.
-    engine = _make_engine(config, world, model)
-    group = world.new_group()
-    objective = world.agree(
-        lambda: make_objective(
-            config.objective,
-            samples=len(stream.split),
-            classes=len(classes),
-            seed=config.run.seed,
-            device=world.device,
-            group=group,
-        )
-    )
-    truth = _truth(stream, config.log.clean, world.device)
-    session = Session(
+    folder = Path(world.on_first(lambda: str(find_run(config, resume=resume))))
+    with ExitStack() as opened:
+        data = data_for_rank(config.data, world)
+        stream = world.agree(lambda: _open_stream(config, data, world))
+        opened.callback(stream.close)
+        classes = stream.split.manifest.classes
+        batch = config.evaluate.batch or config.train.batch
+        evaluations = world.agree(lambda: open_evaluations(config.evaluate, data, classes, batch, world))
+        opened.callback(close_all, evaluations)
+        model = world.agree(lambda: _make_model(config, stream))
+        # Not inside of `agree`: it talks to other ranks itself, and must not begin if one of them cannot. What it
+        # refuses, it refuses on all of them.
+        engine = _make_engine(config, world, model)
+        group = world.new_group()
+        sizes = {"samples": len(stream.split), "classes": len(classes), "seed": config.run.seed}
+        objective = world.agree(lambda: make_objective(config.objective, **sizes, device=world.device, group=group))
+        truth = world.agree(lambda: _truth(stream, config.log.clean, world.device))
+        opened.pop_all()
+    return Session(
         config, world, folder, stream, evaluations, engine, objective, truth,
         journal=None, clock=Clock(), tally=Tally(world.device), started=time.time(),
     )  # fmt: skip
-    session.journal = world.agree(lambda: _open_journal(session) if world.rank == 0 else None)
-    return session
 
 
-def _open_journal(session: Session) -> Journal:
+def _open_stream(config: Config, data: DataSettings, world: World) -> Stream:
+    strong = Policy() if config.objective.consistency > 0 else None
+    stream = Stream(data, config.train.batch, config.run.seed, rank=world.rank, world_size=world.size, strong=strong)
+    if stream.steps < 1:
+        classes, balanced = len(stream.split.manifest.classes), config.data.balanced_per_epoch
+        stream.close()
+        raise ConfigError(f"data.balanced_per_epoch = {balanced}: fewer than one sample for each of {classes} classes")
+    return stream
+
+
+def begin_record(session: Session, *, resume: bool) -> None:
+    """Write the config and open the journal. Collective; last, so that a start that fails leaves an older run alone."""
+    session.journal = session.world.agree(lambda: _open_journal(session, resume) if session.world.rank == 0 else None)
+
+
+def _open_journal(session: Session, resume: bool) -> Journal:
+    open_run(session.config, resume=resume)
     config, classes = session.config, session.stream.split.manifest.classes
     return Journal(
         session.folder, config.log, to_tree(config), session.total_steps, config.run.name, class_names=classes
     )
 
 
-def _for_this_rank(data: DataSettings, world: World) -> DataSettings:
+def data_for_rank(data: DataSettings, world: World) -> DataSettings:
     """Decode with this rank's share of the cores, and on its GPU."""
     threads = data.threads or max(1, data.usable_threads() // world.local_size)
     on_gpu = world.device.type == "cuda" and data.device is None and data.backend != "cpu"
@@ -141,7 +145,11 @@ def _make_engine(config: Config, world: World, model: nn.Module) -> Engine:
 
 
 def _truth(stream: Stream, name: str, device: torch.device) -> Tensor | None:
-    """The label set of the truth, if the split has it."""
-    with contextlib.suppress(DataError):
-        return torch.from_numpy(stream.split.labels(name).labels.astype("int64")).to(device)
-    return None
+    """The label set of the truth, if the split has it. One that is named in the config must be there."""
+    try:
+        labels = stream.split.labels(name).labels
+    except DataError:
+        if name != LogSettings().clean or name in stream.split.store.list_labels():
+            raise
+        return None
+    return torch.from_numpy(labels.astype("int64")).to(device)

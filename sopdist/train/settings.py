@@ -101,7 +101,7 @@ class EvaluateSettings:
     splits: dict[str, str] = field(default_factory=dict)  # name: split of data.root, or the path or URL of another one
     labels: str = "given"  # label set of these splits
     every: int = 1  # epochs between evaluations; the last epoch is always evaluated
-    best: str = ""  # the name in splits by whose top-1 the best network is chosen; empty: the first
+    best: str = ""  # the name in splits by whose top-1 the best network is kept; empty: val, if there is one
     batch: int = 0  # samples at a time, over all ranks; 0: train.batch
 
     def __post_init__(self) -> None:

@@ -35,13 +35,17 @@ class Tally:
         self.sums = torch.zeros(len(SUMS), dtype=dtype, device=device)
 
     @torch.no_grad()
-    def add(self, logits: Tensor, loss: Tensor, batch: Batch, truth: Tensor | None = None) -> Tensor:
+    def add(
+        self, logits: Tensor, loss: Tensor, batch: Batch, truth: Tensor | None = None, logits2: Tensor | None = None
+    ) -> Tensor:
         """Count a batch: its logits (B, K), its loss summed over the samples, the truth (B,), -1 where unknown.
 
-        Returns which samples (B,) count but are not finite.
+        With a second view a sample is finite if both of them are. Returns which samples (B,) count but are not finite.
         """
         counts = batch.weight > 0  # (B,) here and below
         finite = torch.isfinite(logits).all(dim=1) & torch.isfinite(loss)
+        if logits2 is not None:
+            finite &= torch.isfinite(logits2).all(dim=1)
         predicted = logits.argmax(dim=1)
         right = (predicted == batch.labels) & counts & finite
         if truth is None:

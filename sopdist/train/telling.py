@@ -77,14 +77,14 @@ def tell_steps(session: Session, epoch: int, rate: float) -> None:
 
 
 def tell_end(session: Session) -> bool:
-    """Write the summary; False if that was not possible, and so nobody can find out that the run is finished."""
+    """Write the summary; False if that, or saving the network, was not possible: then the run was for nothing."""
     if session.journal is None:
-        return True
+        return not session.network_lost
     summary = {"steps": session.step, "ranks": session.world.size, "engine": _engine_name(session)}
     summary |= {"seconds": time.time() - session.started, "failed_saves": session.failed_saves}
     if session.failed_saves:
         _logger.warning("%s: %s SAVES HAVE FAILED", session.folder, session.failed_saves)
-    return session.journal.finish(summary, finished=True)
+    return session.journal.finish(summary, finished=True) and not session.network_lost
 
 
 def _engine_name(session: Session) -> str:

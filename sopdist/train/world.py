@@ -22,7 +22,7 @@ from torch import Tensor, distributed
 
 from ..config import ConfigError
 from ..data.errors import DataError
-from .acceleration import Kind, backend_of, build_accelerator, forget_accelerator, resolve_kind
+from .acceleration import Kind, backend_of, build_accelerator, forget_accelerator, numbered, resolve_kind
 from .place import Place, export_place, find_place
 from .settings import EngineSettings
 
@@ -65,7 +65,7 @@ class World:
         self.local_rank, self.local_size = place.local_rank, place.local_size
         self.launcher = place.launcher
         self.kind, self.accelerator = kind, accelerator
-        self.device: torch.device = accelerator.device
+        self.device: torch.device = numbered(accelerator.device)
         self._timeout = timedelta(seconds=timeout)
         self.control: Group | None = None
         if self.size > 1:

@@ -35,7 +35,7 @@ def losses(digits: Path) -> list[float]:
 
 def check(launcher: str, ranks: int, engine: str, digits: Path, folder: Path, losses: list[float]) -> None:
     """Start it, and look at everything that it leaves behind."""
-    keys = [*overrides(digits), "run.name=run", "evaluate.every=1", "checkpoint.every=1"]
+    keys = [*overrides(digits), "run.name=run", "evaluate.every=1", "evaluate.best=test", "checkpoint.every=1"]
     keys += ["engine.kind=deepspeed"] if engine.startswith("deepspeed") else []
     ended = run(launcher, ["--cfg", "demo", *keys], folder, ranks, SECONDS)
     assert ended.code == 0, ended.told

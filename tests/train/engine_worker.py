@@ -48,27 +48,38 @@ def share(values: Tensor, rank: int, size: int) -> Tensor:
     return values[cut[rank] : cut[rank + 1]]
 
 
-def train(engine: Engine, world: World, first: int, steps: int, pieces: int, rate: float) -> list[float | None]:
-    """So many steps; the gradient's norms."""
+def train(
+    engine: Engine, world: World, first: int, steps: int, pieces: int, rate: float, overflow: int = -1
+) -> list[float | None]:
+    """So many steps; the gradient's norms. In step `overflow` the last sample is too large for the network.
+
+    Samples whose logits are not finite have no part in the loss, as in training.
+    """
     norms = []
     engine.train()
     engine.set_lr(rate)
     for step in range(first, first + steps):
-        parts = [share(values, world.rank, world.size).tensor_split(pieces) for values in samples(step)]
+        whole = samples(step)
+        if step == overflow:
+            whole[0][-1].fill_(3e38)  # finite itself
+        parts = [share(values, world.rank, world.size).tensor_split(pieces) for values in whole]
         total = world.sum([float(sum(weight.sum() for weight in parts[2]))])[0]
         for n, (images, labels, weight) in enumerate(zip(*parts, strict=True)):
             with engine.piece(last=n == pieces - 1):
-                losses = nn.functional.cross_entropy(engine.forward(images), labels, reduction="none")
-                engine.backward((losses * weight).sum() * world.size / total)
-        assert engine.step()
+                logits = engine.forward(images)
+                bad = ~logits.isfinite().all(1)
+                losses = nn.functional.cross_entropy(logits.masked_fill(bad[:, None], 0.0), labels, reduction="none")
+                engine.backward((losses * weight * ~bad).sum() * world.size / total)
+        assert engine.step() or step == overflow
         norms.append(engine.grad_norm())
     return norms
 
 
 def run(job: dict[str, Any], world: World) -> None:
     settings = EngineSettings(
-        kind=job["kind"], zero=job.get("zero", 0), precision=job.get("precision", "fp32"), threads=1, timeout=120
-    )
+        kind=job["kind"], zero=job.get("zero", 0), precision=job.get("precision", "fp32"), threads=1, timeout=120,
+        compile=job.get("compile", False),
+    )  # fmt: skip
     optim = OptimSettings(name=job.get("optimizer", "sgd"), lr=0.5, weight_decay=1e-2)
     model = network(job.get("norm", False))
     pieces, steps = job.get("pieces", 1), job.get("steps", 3)
@@ -79,7 +90,8 @@ def run(job: dict[str, Any], world: World) -> None:
         loaded = torch.load(job["load"], weights_only=True)
         engine.load_network_state(loaded["network"])
         engine.load_optimizer_state(loaded["optimizer"])
-    norms = train(engine, world, job.get("first", 0), steps, pieces, job.get("rate", 0.1))
+    rate, overflow = job.get("rate", 0.1), job.get("overflow", -1)
+    norms = train(engine, world, job.get("first", 0), steps, pieces, rate, overflow)
     if job.get("norm"):
         engine.average_statistics()
     engine.eval()

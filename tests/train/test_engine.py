@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ from torch import Tensor, nn
 
 from sopdist.config import ConfigError
 from sopdist.data.errors import DataError
-from sopdist.train.engine import Engine
+from sopdist.models import make_model
+from sopdist.models.settings import ModelSettings
+from sopdist.train.engine import Engine, with_common_statistics
 from sopdist.train.optim import make_optimizer
 from sopdist.train.settings import EngineSettings, OptimSettings
 from sopdist.train.world import Place, World, open_world
@@ -52,6 +55,8 @@ def ddp(start: Start) -> dict[str, list[Result]]:
             "pieces": {"pieces": 3},
             "clipped": {"clip": 0.5, "pieces": 2},
             "statistics": {"norm": True, "steps": 1, "rate": 0.0},
+            "overflow": {"overflow": 1, "pieces": 2},
+            "overflow clipped": {"overflow": 1, "clip": 0.5},
         },
     )
 
@@ -67,12 +72,18 @@ def zero(start: Start) -> dict[str, list[Result]]:
             "2": {"zero": 2, "clip": 0.5, "pieces": 3},
             "3": {"zero": 3, "clip": 0.5, "pieces": 3},
             "bf16": {"zero": 2, "precision": "bf16"},
+            **{f"overflow {stage}": {"zero": stage, "overflow": 1} for stage in range(4)},
         },
     )
 
 
-def oracle(steps: int = 3, clip: float = 0.0, optimizer: str = "sgd") -> tuple[dict[str, Tensor], list[float]]:
-    """No engine, no ranks, no pieces: the mean loss over the samples with weight 1, and torch's optimizer."""
+def oracle(
+    steps: int = 3, clip: float = 0.0, optimizer: str = "sgd", zeroed: int = -1, left_out: int = -1
+) -> tuple[dict[str, Tensor], list[float]]:
+    """No engine, no ranks, no pieces: the mean loss over the samples with weight 1, and torch's optimizer.
+
+    Step `zeroed` is made with a gradient of 0, step `left_out` not at all.
+    """
     model = network()
     make = {
         "sgd": lambda: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-2),
@@ -85,7 +96,10 @@ def oracle(steps: int = 3, clip: float = 0.0, optimizer: str = "sgd") -> tuple[d
         stepper.zero_grad()
         nn.functional.cross_entropy(model(images[kept]), labels[kept]).backward()
         norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), clip or float("inf"))))
-        stepper.step()
+        if step == zeroed:
+            stepper.zero_grad(set_to_none=False)
+        if step != left_out:
+            stepper.step()
     return {name: value.detach() for name, value in model.named_parameters()}, norms
 
 
@@ -226,8 +240,38 @@ def engine_of(world: World, model: nn.Module, **settings: Any) -> Engine:
 
 def test_one_process_trains_as_the_plain_loop(alone: World) -> None:
     engine = engine_of(alone, network())
-    assert train(engine, alone, 0, 3, pieces=3, rate=0.1) == [None] * 3
-    assert_close(engine.network_state(), oracle()[0])
+    weights, norms = oracle()
+    assert train(engine, alone, 0, 3, pieces=3, rate=0.1) == pytest.approx(norms, rel=1e-5)
+    assert_close(engine.network_state(), weights)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_sample_that_overflows_in_one_process_does_not_reach_the_weights(precision: Any) -> None:
+    """Not even as 0 * inf: the step's gradient counts as 0, and training goes on."""
+    world = open_world(Place(), EngineSettings(precision=precision, threads=1))
+    engine = engine_of(world, network(), precision=precision)
+    norms = train(engine, world, 0, 3, pieces=2, rate=0.1, overflow=1)
+    assert [math.isfinite(norm or 0.0) for norm in norms] == [True, False, True]
+    assert_close(engine.network_state(), oracle(zeroed=1)[0], atol=1e-6 if precision == "fp32" else 0.02)
+    world.close()
+
+
+def test_a_sample_that_overflows_on_one_rank_of_ddp_does_not_reach_the_weights_of_any(
+    ddp: dict[str, list[Result]],
+) -> None:
+    for job, clip in (("overflow", 0.0), ("overflow clipped", 0.5)):
+        for result in ddp[job]:
+            assert_close(result["network"], oracle(clip=clip, zeroed=1)[0])
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_sample_that_overflows_does_not_reach_the_weights_of_any_zero_stage(
+    zero: dict[str, list[Result]], stage: int
+) -> None:
+    """From stage 1 on DeepSpeed leaves the whole step out, momentum and decay too."""
+    wanted = oracle(left_out=1)[0] if stage else oracle(zeroed=1)[0]
+    for result in zero[f"overflow {stage}"]:
+        assert_close(result["network"], wanted)
 
 
 def test_a_state_taken_is_a_copy_and_loading_it_undoes_what_came_after(alone: World) -> None:
@@ -258,6 +302,22 @@ def test_a_state_of_another_network_is_refused_by_name(alone: World) -> None:
         engine.load_optimizer_state({"5.bias/momentum_buffer": torch.zeros(7)})
 
 
+@pytest.mark.parametrize("name", ["resnet34", "resnetv2_18", "inception_resnet_v2"])
+def test_statistics_over_all_ranks_leave_a_network_its_activations_and_its_parameters(name: str) -> None:
+    """timm's networks have norms with an activation inside, which torch's own conversion drops."""
+    torch.manual_seed(0)
+    before = make_model(ModelSettings(name), channels=3, size=96, classes=10).eval()
+    images = torch.randn(1, 3, 96, 96)
+    parameters = dict(before.named_parameters())
+    with torch.no_grad():
+        wanted = before(images)
+        after = with_common_statistics(before)
+        torch.testing.assert_close(after(images), wanted, rtol=0, atol=0)
+    assert any(isinstance(module, nn.SyncBatchNorm) for module in after.modules())
+    assert parameters.keys() == dict(after.named_parameters()).keys()
+    assert all(parameters[key] is value for key, value in after.named_parameters())
+
+
 def test_what_a_cpu_cannot_do_is_refused_by_key(alone: World) -> None:
     with pytest.raises(ConfigError, match=r"engine\.sync_batchnorm: needs GPUs"):
         engine_of(alone, network(norm=True), sync_batchnorm=True)
@@ -270,3 +330,12 @@ def test_a_compiled_network_keeps_its_names_and_its_results(alone: World) -> Non
     engine = engine_of(alone, network(), compile=True)
     train(engine, alone, 0, 2, pieces=1, rate=0.1)
     assert_close(engine.network_state(), oracle(steps=2)[0], atol=1e-5)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("launcher", "kind"), [("torchrun", "ddp"), ("deepspeed", "deepspeed")])
+def test_two_ranks_of_ddp_and_of_zero_0_train_a_compiled_network_as_one_that_is_not(
+    start: Start, launcher: str, kind: str
+) -> None:
+    for result in start(launcher, kind, {"compiled": {"compile": True, "clip": 0.5}})["compiled"]:
+        assert_close(result["network"], oracle(clip=0.5)[0], atol=1e-5)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from sopdist.data.errors import DataError
 from sopdist.data.labels import UNKNOWN, write_labels
 from sopdist.data.settings import DataSettings
 from sopdist.train.commands.eval import named_splits
-from sopdist.train.evaluate import evaluate, open_evaluations
+from sopdist.train.evaluate import data_of_split, evaluate, open_evaluations
 from sopdist.train.running import run_config
 from sopdist.train.settings import EngineSettings, EvaluateSettings
 from sopdist.train.world import Place, World, open_world
@@ -179,6 +180,67 @@ def test_eval_prints_a_table(
     assert row.split()[-1] == "31"
 
 
+def test_eval_on_two_ranks_finds_what_one_finds_and_says_it_once(evaluated: Eval, trained: Path) -> None:
+    ended = launched(trained, "--split", str(trained / "elsewhere/test"), "--json")
+    assert ended.returncode == 0, ended.stderr[-5000:]
+    found = json.loads(ended.stdout)
+    wanted = evaluated("runs/small", "--split", "elsewhere/test")["test"]
+    assert found["test"]["loss"] == pytest.approx(wanted["loss"], rel=1e-6)
+    assert {**found["test"], "loss": 0} == {**wanted, "loss": 0}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--split", "tset"], "shards/tset"),  # while the ranks open things
+        (["--split", "half"], "samples could not be read in epoch 0"),  # while one of them evaluates
+    ],
+)
+def test_an_error_of_eval_on_two_ranks_is_told_once(trained: Path, arguments: list[str], message: str) -> None:
+    """Only rank 1 finds that it cannot read what it should: it has the columns from 8 on."""
+    write_images(trained / "shards" / "half", 31, broken=tuple(range(8, 16)))
+    ended = launched(trained, *arguments)
+    assert ended.returncode == 1
+    assert ended.stdout == ""
+    told = [line for line in ended.stderr.splitlines() if line.startswith("sopdist: ")]
+    assert len(told) == 1, ended.stderr[-5000:]
+    assert message in told[0]
+    assert told[0].startswith("sopdist: rank 1: ") == ("half" in arguments)
+    assert "sopdist/train/commands/eval.py" not in ended.stderr, "a traceback; torchrun's own is not ours"
+
+
+def launched(trained: Path, *arguments: str) -> CompletedProcess[str]:
+    """`sopdist eval` of the run on two ranks."""
+    place = ["runs/small", "--root", "shards"]
+    absolute = [str(trained / part) if "/" in part or part == "shards" else part for part in place]
+    return launch("torchrun", "sopdist", ["eval", *absolute, *arguments], timeout=120)
+
+
+def test_a_run_without_a_best_network_has_its_last_evaluated(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(trained)
+    for name in ("config.yaml", "network-last.safetensors"):
+        (tmp_path / name).write_bytes((trained / "runs/small" / name).read_bytes())
+    assert main(["eval", str(tmp_path)]) == 0
+    assert f"{tmp_path}/network-last.safetensors" in capsys.readouterr().out.splitlines()
+    assert main(["eval", str(tmp_path), "--which", "best"]) == 1
+    assert "has no network-best.safetensors" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("split", "location"),
+    [
+        ("val", "shards/val"),
+        ("far/val", "far/val"),
+        ("s3://far/val", "s3://far/val"),
+        ("pipe:fetch {}", "pipe:fetch {}"),
+    ],
+)
+def test_a_split_is_a_folder_of_the_root_or_a_place_of_its_own(split: str, location: str) -> None:
+    assert data_of_split(DataSettings("shards", "digits", split="train"), split).location == location
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
@@ -188,6 +250,7 @@ def test_eval_prints_a_table(
         (["runs/small", "--labels", "cleen"], 1, "cleen"),
         (["runs/small", "--root", "moved"], 1, "moved/"),
         (["runs/small", "--which", "newest"], 2, "invalid choice: 'newest'"),
+        (["runs/small", "--batch", "0"], 2, "--batch"),
     ],
 )
 def test_eval_of_what_is_not_there_says_what_is_missing(

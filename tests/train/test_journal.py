@@ -190,3 +190,11 @@ def test_rows_take_the_latest_training_metrics_and_leave_out_what_was_not_evalua
         ]
     )
     assert rows == [{"epoch": 1, "step": 3, "loss": 1.0, "val/top1": 0.5, "eval/loss": 9.0}]
+
+
+def test_of_epochs_that_are_equally_good_the_first_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    journal = make_journal(tmp_path)
+    log_epoch(journal, 0, 0.85)
+    log_epoch(journal, 1, 0.85)
+    journal.finish({}, finished=True)
+    assert "(best 0.85, epoch 0)" in capsys.readouterr().out

@@ -22,7 +22,7 @@ from sopdist.data.batch import Batch
 from sopdist.train.config import Config
 from sopdist.train.loop import train
 from sopdist.train.nonfinite import NonFiniteError, NonFiniteGuard
-from sopdist.train.session import Session, open_session
+from sopdist.train.session import Session, begin_record, open_session
 from sopdist.train.world import Place, open_world
 from tests.data.small_splits import samples, write_split
 
@@ -49,6 +49,7 @@ def opened(split: Path, folder: Path, **changes: Any) -> Iterator[Session]:
         tree[section] = tree.get(section, {}) | values
     world = open_world(Place(), build(Config, tree).engine)
     session = open_session(build(Config, tree), world, resume=False)
+    begin_record(session, resume=False)
     try:
         yield session
     finally:
@@ -167,7 +168,7 @@ def test_whatever_the_epochs_are_the_guard_stops_at_the_step_that_is_one_too_man
     any_session: Session, steps: list[bool], epoch: int
 ) -> None:
     guard, session = NonFiniteGuard(any_session), any_session
-    stopped = None
+    session.nonfinite_streak, stopped = 0, None
     try:
         for step, bad in enumerate(steps):
             session.step = step

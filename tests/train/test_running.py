@@ -103,6 +103,34 @@ def test_the_summary_says_why_in_plain_words(error: BaseException, reason: str) 
     assert _reason(error) == reason
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[gloo/transport/tcp/pair.cc:537] Connection closed by peer [127.0.0.1]:4711",
+        "[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 120000ms for recv operation to complete",
+        "[gloo/transport/tcp/pair.cc:446] Application timeout caused pair closure",
+        "NCCL error: remote process exited or there was a network error, NCCL version 2.27",
+        "NCCL communicator was aborted on rank 1.",
+        "[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7) ran for 600 ms before timing out.",
+    ],
+)
+def test_a_closed_connection_a_timeout_and_an_aborted_communicator_are_a_lost_rank(text: str) -> None:
+    assert lost_contact(RuntimeError(text))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "NCCL error: invalid usage (run with NCCL_DEBUG=WARN for details). Duplicate GPU detected",
+        "NCCL error: unhandled cuda error. out of memory",
+        "ProcessGroupNCCL does not support this dtype",
+        "[gloo/allreduce.cc:80] Enforce failed: sizes do not fit",
+    ],
+)
+def test_a_mistake_that_a_library_of_communication_finds_is_not_taken_for_a_lost_rank(text: str) -> None:
+    assert not lost_contact(RuntimeError(text))
+
+
 def test_an_error_about_files_is_never_taken_for_a_lost_rank() -> None:
     assert not lost_contact(DataError("shards/gloo: Broken pipe"))
     assert not lost_contact(OSError("Connection reset by peer"))

@@ -7,16 +7,19 @@ import os
 import sys
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from sopdist.config import ConfigError
+from sopdist.train.acceleration import gpu_of
 from sopdist.train.place import first_host, tasks_per_node
 from sopdist.train.settings import EngineSettings
-from sopdist.train.world import Place, export_place, find_place, open_world
+from sopdist.train.world import Place, World, export_place, find_place, open_world
 from tests.train.launching import launch
 
 TORCHRUN = {
@@ -220,3 +223,22 @@ def test_deepspeed_that_is_not_installed_is_said_with_what_to_do(missing: str, m
 def test_single_on_two_ranks_is_refused_by_key() -> None:
     with pytest.raises(ConfigError, match=r"engine\.kind = single, but 2 ranks were started"):
         open_world(Place(0, 2, 0, 2, "torchrun", "127.0.0.1", 1), EngineSettings(kind="single"))
+
+
+def test_a_rank_takes_the_gpu_of_its_number_or_the_only_one_that_it_sees() -> None:
+    assert [gpu_of(rank, 4, 4) for rank in range(4)] == [0, 1, 2, 3]
+    assert [gpu_of(rank, 2, 8) for rank in range(2)] == [0, 1]
+    assert [gpu_of(rank, 4, 1) for rank in range(4)] == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("local_rank", range(4))
+def test_more_ranks_than_gpus_on_a_node_are_refused_on_every_rank_with_both_numbers(local_rank: int) -> None:
+    with pytest.raises(ConfigError, match=r"4 ranks were started on this node, but it has only 3 GPUs"):
+        gpu_of(local_rank, 4, 3)
+
+
+def test_the_gpu_of_a_single_process_has_its_number_as_its_tensors_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    """accelerate gives it none, and a device without a number is unlike the device of any tensor."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
+    accelerator: Any = SimpleNamespace(device=torch.device("cuda"))
+    assert World(Place(), "single", accelerator, 60.0).device == torch.device("cuda", 2)

@@ -1,25 +1,37 @@
 """Evaluate the network of a run, or of one of its checkpoints, on any splits.
 
-  sopdist eval runs/cifar10                                  its best network, on the splits of its config
+  sopdist eval runs/cifar10                                  its best network, or its last, on its config's splits
   sopdist eval runs/cifar10 --which last --split test
   sopdist eval runs/webvision --split ilsvrc12=shards/ilsvrc12/val
   sopdist eval runs/cifar10/checkpoints/step-00004224
 
-A split is a folder inside of the run's data.root, or the path or URL of another one with the same classes; NAME= in
-front gives it a name. Several processes share the work: torchrun --nproc-per-node 8 -m sopdist eval ...
+A run keeps a best network if it had a split to choose it by. A split is a folder inside of the run's data.root, or the
+path or URL of another one with the same classes; NAME= in front gives it a name. Several processes share the work:
+torchrun --nproc-per-node 8 -m sopdist eval ...
+
+exit codes: 0 evaluated, 1 data or files, 2 config, 70 another rank was lost, 130 interrupted
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ...config import ConfigError
+from ...data.commands.arguments import whole
 from ...data.errors import DataError
 
 if TYPE_CHECKING:
+    from torch import nn
+
+    from ...data.stream import Stream
     from ..config import Config
+    from ..world import World
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,40 +39,108 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", type=Path, metavar="RUN_OR_CHECKPOINT", help="folder of a run or of a checkpoint")
     where = "evaluate on this one; may be given several times (default: those of the run's config)"
     parser.add_argument("--split", action="append", default=[], metavar="[NAME=]SPLIT", help=where)
-    parser.add_argument("--which", choices=("best", "last"), default="best", help="network of a run (default best)")
+    parser.add_argument("--which", choices=("best", "last"), help="network of a run (default: best if there is one)")
     parser.add_argument("--labels", metavar="SET", help="label set of the splits (default: as in the run)")
     parser.add_argument("--root", metavar="FOLDER", help="where the shards are now, instead of the run's data.root")
-    parser.add_argument("--batch", type=int, metavar="N", help="samples at a time (default: as in the run)")
+    parser.add_argument("--batch", type=whole(1), metavar="N", help="samples at a time (default: as in the run)")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Evaluate; returns the exit code."""
+    """Evaluate; returns the exit code. Rank 0 speaks for all, and no rank waits for one that will not come."""
     import os
-    from dataclasses import replace
 
+    from torch.distributed import DistError
+
+    from .. import lifeline
+    from ..acceleration import forget_accelerator
+    from ..running import FAILED, INTERRUPTED, OK, _end_alone, _fail_alone, _tell
+    from ..settings import EngineSettings
+    from ..world import TogetherError, find_place, open_world
+
+    place = find_place(os.environ)
+    try:
+        world = open_world(place, EngineSettings())
+    except ConfigError as error:
+        return _tell(place.rank, error)
+    except DistError as error:
+        print(f"sopdist: rank {place.rank}: cannot meet the other ranks: {error}", file=sys.stderr)
+        forget_accelerator()  # it was made by half
+        return FAILED
+    watching = lifeline.start(world)
+    code, text = OK, ""
+    try:
+        text = evaluate_together(args, world)
+    except TogetherError as error:
+        code = _tell(world.rank, error)
+    except (Exception, KeyboardInterrupt) as error:
+        if world.size > 1:  # the others do not know
+            _end_alone(INTERRUPTED) if isinstance(error, KeyboardInterrupt) else _fail_alone(world, error)
+        watching.stop()
+        world.close()
+        raise
+    watching.stop()
+    try:
+        world.close()
+    except RuntimeError:  # another rank has failed alone, and is not at the last barrier; it says why
+        _end_alone(code or lifeline.LOST)
+    if text and world.rank == 0:
+        print(text)
+    return code
+
+
+def evaluate_together(args: argparse.Namespace, world: World) -> str:
+    """What is to be printed. Collective: a mistake that any rank finds is a TogetherError on all."""
     import torch
 
+    from ..evaluate import close_all, count, rates
+
+    # Rank 0 chooses for all: a run that still goes on may write a better network just now.
+    chosen = world.on_first(lambda: [str(path) for path in find_network(args.folder, args.which)])
+    folder, weights = (Path(text) for text in chosen)
+    config = world.agree(lambda: _config(args, folder))
+    if config.engine.threads:
+        torch.set_num_threads(config.engine.threads)
+    network, streams = world.agree(lambda: _open(config, weights, world))
+    found = {}
+    try:
+        with torch.inference_mode():
+            for name, stream in streams.items():
+                # The network is whole on each rank, so that none needs another before the sums.
+                mine = world.agree(partial(count, network, stream, world.device))
+                found[name] = rates(world.sum(mine), len(stream.split.manifest.classes))
+    finally:
+        close_all(streams)
+    return json.dumps({"network": str(weights), **found}, indent=1) if args.json else _table(weights, found)
+
+
+def _config(args: argparse.Namespace, folder: Path) -> Config:
+    """The run's config, with what the command line changes of it."""
     from ...config import load_config
+    from ..config import Config
+    from ..run_folder import CONFIG
+
+    config = load_config(Config, folder / CONFIG, [f"data.root={args.root}"] if args.root else [])
+    wanted = replace(
+        config.evaluate,
+        splits=named_splits(args.split) or config.evaluate.splits,
+        labels=args.labels or config.evaluate.labels,
+        batch=args.batch or config.evaluate.batch or config.train.batch,
+    )
+    if not wanted.splits:
+        raise DataError(f"{folder}: its config names no evaluate.splits; name one with --split")
+    return replace(config, evaluate=wanted)
+
+
+def _open(config: Config, weights: Path, world: World) -> tuple[nn.Module, dict[str, Stream]]:
+    """The network on this rank's device, and a stream for each split."""
     from ...data.augment.recipes import find_recipe
     from ...models import make_model
     from ..checkpoint import read_tensors
-    from ..config import Config
-    from ..evaluate import close_all, evaluate, open_evaluations
-    from ..run_folder import CONFIG
-    from ..settings import EngineSettings
-    from ..world import find_place, open_world
+    from ..evaluate import open_evaluations
+    from ..session import data_for_rank
 
-    folder, weights = find_network(args.folder, args.which)
-    config = load_config(Config, folder / CONFIG, [f"data.root={args.root}"] if args.root else [])
-    settings = replace(config.evaluate, splits=named_splits(args.split) or config.evaluate.splits)
-    if args.labels:
-        settings = replace(settings, labels=args.labels)
-    if not settings.splits:
-        raise DataError(f"{folder}: its config names no evaluate.splits; name one with --split")
-    state = read_tensors(weights)
-    world = open_world(find_place(os.environ), EngineSettings(threads=config.engine.threads))
-    classes = _classes(config)
+    state, classes = read_tensors(weights), _classes(config)
     recipe = find_recipe(config.data.recipe)
     bare = replace(config.model, pretrained=False, weights="")
     network = make_model(bare, channels=1 if recipe.grey else 3, size=recipe.size, classes=len(classes))
@@ -69,22 +149,12 @@ def run(args: argparse.Namespace) -> int:
     except RuntimeError as error:
         raise DataError(f"{weights}: does not fit model.name = {config.model.name}: {error}") from None
     network.to(world.device).eval()
-    streams = open_evaluations(
-        settings, config.data, classes, args.batch or settings.batch or config.train.batch, world
-    )
-    try:
-        with torch.inference_mode():
-            found = {name: evaluate(network, stream, world) for name, stream in streams.items()}
-    finally:
-        close_all(streams)
-    if world.rank == 0:
-        print(json.dumps({"network": str(weights), **found}, indent=1) if args.json else _table(weights, found))
-    world.close()
-    return 0
+    data = data_for_rank(config.data, world)
+    return network, open_evaluations(config.evaluate, data, classes, config.evaluate.batch, world)
 
 
-def find_network(path: Path, which: str) -> tuple[Path, Path]:
-    """The run's folder, and the file of the network that is meant."""
+def find_network(path: Path, which: str | None) -> tuple[Path, Path]:
+    """The run's folder, and the file of the network that is meant: `which`, or the best if there is one."""
     from ..checkpoint import BEST, LAST, NETWORK, STATE
     from ..run_folder import CONFIG
 
@@ -92,9 +162,11 @@ def find_network(path: Path, which: str) -> tuple[Path, Path]:
         return path.parent.parent, path / NETWORK
     if not (path / CONFIG).is_file():
         raise DataError(f"{path}: neither a run nor a checkpoint: it has no {CONFIG} and no {STATE}")
-    for name in (BEST, LAST) if which == "best" else (LAST,):
+    for name in {"best": (BEST,), "last": (LAST,), None: (BEST, LAST)}[which]:
         if (path / name).is_file():
             return path, path / name
+    if which == "best" and (path / LAST).is_file():
+        raise DataError(f"{path}: has no {BEST}, because no split was named to choose it by; --which last takes {LAST}")
     raise DataError(f"{path}: has no {LAST} yet; name one of its checkpoints, or let the run finish")
 
 

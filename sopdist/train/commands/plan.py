@@ -27,7 +27,6 @@ from ...data.errors import DataError
 from ...data.labels import UNKNOWN
 from ...data.manifest import Manifest
 from ...data.remote.opening import open_store
-from ...data.remote.transfer import PIPE
 from ...data.settings import DataSettings
 from ...data.store import Store
 from ...noise.rates import Forecast
@@ -163,12 +162,12 @@ def _balanced_at_most(settings: DataSettings, samples: int, classes: int) -> int
 
 
 def _evaluation_sizes(config: Config) -> dict[str, int | None]:
+    from ..evaluate import data_of_split
+
     sizes: dict[str, int | None] = {}
-    for name, place in config.evaluate.splits.items():
-        elsewhere = place.startswith(PIPE) or "/" in place
-        data = replace(config.data, root=place, split="") if elsewhere else replace(config.data, split=place)
+    for name, split in config.evaluate.splits.items():
         try:
-            store = _store(data)
+            store = _store(data_of_split(config.data, split))
             sizes[name] = store.manifest().samples
             store.close()
         except DataError:
