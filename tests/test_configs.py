@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from sopdist.cli import _parser, main
-from sopdist.config import changed
+from sopdist.config import ConfigError, changed
 from sopdist.data import Stream
 from sopdist.data.augment.recipes import find_recipe
 from sopdist.data.settings import DataSettings
@@ -205,3 +205,9 @@ def test_the_commands_of_the_demo_do_what_they_say(
     test = DataSettings(config.data.root, config.data.recipe, config.evaluate.splits["test"], config.evaluate.labels)
     with Stream(test, 64, train=False) as stream:
         assert sum(float(batch.weight.sum()) for batch in stream.epoch(0)) == len(stream.split) > 300
+
+
+def test_balance_needs_the_whole_batch_at_once() -> None:
+    with pytest.raises(ConfigError, match=r"objective\.balance: .* train\.accumulate"):
+        load("cifar10_plus", ["train.accumulate=2"])
+    assert load("cifar10", ["train.accumulate=2"]).train.accumulate == 2

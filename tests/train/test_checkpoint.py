@@ -150,6 +150,8 @@ def test_a_table_goes_on_in_the_other_layout(train: Train, place: Path) -> None:
         ("model.name=mlp", "model.name: small_conv there, mlp here"),
         ("objective.name=ce", "objective.name: sop there, ce here"),
         ("objective.variant=paper objective.visits=null", "objective.variant: flow there, paper here"),
+        ("optim.name=adamw", "optim.name: sgd there, adamw here"),
+        ("data.balanced_per_epoch=20", "data.balanced_per_epoch: 0 there, 20 here"),
         ("data.labels=given", "labels: "),
         ("data.split=val data.labels=wrong", "samples: 61 there, 30 here"),
     ],
@@ -165,6 +167,28 @@ def test_a_checkpoint_of_another_run_is_refused_and_both_sides_are_named(
     assert message in told
     assert "there, " in told
     assert "start a new one with another run.name" in told
+
+
+def test_a_refused_resume_leaves_the_run_as_it_was(train: Train) -> None:
+    folder = train("left-alone", "train.epochs=1")
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    train("left-alone", "train.epochs=1", "model.name=mlp", resume="auto", code=1)
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
+def test_going_back_forgets_what_came_after(train: Train) -> None:
+    folder = train("back", "train.epochs=2", "checkpoint.keep=2")
+    train("back", "train.epochs=2", "checkpoint.keep=2", "train.max_steps=9", resume=str(checkpoint(folder, STEPS)))
+    assert [path.name for path in complete_checkpoints(folder)] == ["step-00000007", "step-00000009"]
+    assert [line["step"] for line in lines_of(folder)] == list(range(1, 10))
+
+
+def test_a_checkpoint_of_another_run_does_not_go_on_in_a_folder_that_holds_a_run(
+    train: Train, place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train("taken", "train.max_steps=2")
+    train("taken", resume=str(checkpoint(place / "runs" / "whole", STEPS)), code=1)
+    assert "is of another run, and runs/taken holds one already" in capsys.readouterr().err
 
 
 def test_incomplete_checkpoints_do_not_count(place: Path, tmp_path: Path) -> None:

@@ -121,3 +121,12 @@ def test_adding_never_waits_for_the_device() -> None:
         assert waits.count == 0
         bool(torch.ones(()))
     assert waits.count == 1, "the watch works"
+
+
+def test_a_second_view_that_is_not_finite_counts_as_well() -> None:
+    tally = Tally("cpu")
+    batch = make_batch(torch.tensor([0, 1, 0]), torch.tensor([1.0, 1.0, 0.0]))
+    view2 = torch.tensor([[0.0, 1.0], [math.inf, 0.0], [math.nan, 0.0]])
+    bad = tally.add(torch.zeros(3, 2), torch.tensor(1.0), batch, None, view2)
+    assert bad.tolist() == [False, True, False]  # the third does not count at all
+    assert metrics_of(tally.take())["nonfinite"] == 1
