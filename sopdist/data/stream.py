@@ -159,7 +159,7 @@ class Stream:
         self._decoder.discard()
         self._running = running = object()
         bad: dict[int, BadSample] = {}
-        allowed = self._allowed_bad(plan)
+        allowed = self.allowed_bad(plan)
         ahead: deque[tuple[Request, NDArray[np.float32]]] = deque()
         steps = iter(range(start, plan.steps))
         try:
@@ -217,15 +217,9 @@ class Stream:
             views[0], torch.from_numpy(labels), torch.from_numpy(request.index), torch.from_numpy(weight), *views[1:]
         )
 
-    def _allowed_bad(self, plan: Plan) -> int:
-        """How many of this rank's samples may be unreadable: the same share of them as of the epoch.
-
-        200 samples on four ranks, of which 2% may be bad: four on one rank alone, one on each of four. One is allowed
-        to every rank as long as one is allowed to all of them together.
-        """
-        fraction, real = self.settings.max_bad_fraction, plan.rows != NO_SAMPLE  # (steps, global_batch)
-        together = int(fraction * np.count_nonzero(real))
-        return min(together, max(1, int(fraction * np.count_nonzero(real[:, self._columns]))))
+    def allowed_bad(self, plan: Plan) -> int:
+        """How many samples of an epoch may be unreadable, over all ranks. Each rank knows its own bad ones only."""
+        return int(self.settings.max_bad_fraction * np.count_nonzero(plan.rows != NO_SAMPLE))
 
     def _count_bad(self, new: Sequence[BadSample], bad: dict[int, BadSample], allowed: int, epoch: int) -> None:
         """Log what is bad, and stop when it is too much."""
@@ -237,10 +231,9 @@ class Stream:
                     _logger.warning("skipped a sample: %s: %s", sample.where, sample.reason)
         if len(bad) > allowed:
             named = "".join(f"\n  {sample.where}: {sample.reason}" for sample in list(bad.values())[:_MOST_NAMED])
-            part = "" if self._columns == slice(0, self._global_batch) else " in this rank's part of it"
             raise TooManyBadSamplesError(
                 f"{self.split.store.root}: {len(bad)} samples could not be read in epoch {epoch}, "
-                f"data.max_bad_fraction = {self.settings.max_bad_fraction} allows {allowed}{part}:{named}\n"
+                f"data.max_bad_fraction = {self.settings.max_bad_fraction} allows {allowed}:{named}\n"
                 f"`sopdist verify --decode` lists all of them"
             )
 

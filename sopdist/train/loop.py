@@ -30,7 +30,8 @@ def train(session: Session) -> None:
     for epoch in range(session.step // steps, config.train.epochs):
         if session.step >= total_steps:
             break
-        rows = stream.plan(epoch).rows  # (steps, batch): every rank knows what all ranks see
+        plan = stream.plan(epoch)
+        rows = plan.rows  # (steps, batch): every rank knows what all ranks see
         start = session.step - epoch * steps
         stop = min(steps, total_steps - epoch * steps)
         engine.train()
@@ -58,7 +59,7 @@ def train(session: Session) -> None:
             if session.journal is not None:
                 session.journal.advance(session.step)
             if session.step % config.log.every == 0 or row + 1 == stop:
-                tell_steps(session, epoch, rate)
+                tell_steps(session, epoch, rate, stream.allowed_bad(plan))
         guard.flush()
         end_epoch(session, epoch)
 

@@ -52,6 +52,7 @@ class Session:
     best: float = -1.0  # top-1 of the best network so far
     exchanged: ExchangeStats = field(default_factory=ExchangeStats)  # as it was last told
     nonfinite_streak: int = 0  # steps in a row, up to now, with samples that are not finite
+    unreadable: int = 0  # samples of all ranks in earlier epochs
     failed_saves: int = 0
     network_lost: bool = False  # the network of the last step could not be saved
     started: float = 0.0

@@ -13,6 +13,7 @@ from ..noise.rates import Forecast
 from .forecast import rates_of
 from .session import Session
 from .tally import metrics_of
+from .world import TogetherError
 
 _PARTS = ("data", "exchange", "checkpoint", "compute", "total")
 _logger = logging.getLogger("sopdist.train")
@@ -42,8 +43,11 @@ def tell_beginning(session: Session, checkpoint: Path | None) -> None:
     session.journal.rewind(session.step)  # from here on there is a progress bar
 
 
-def tell_steps(session: Session, epoch: int, rate: float) -> None:
-    """Loss, accuracy, throughput, and where the time went, since the last time."""
+def tell_steps(session: Session, epoch: int, rate: float, allowed_bad: int) -> None:
+    """Loss, accuracy, throughput, and where the time went, since the last time.
+
+    The end of the run if the ranks together could not read more samples of the epoch than allowed.
+    """
     world = session.world
     costs = session.objective.costs()
     exchange, session.exchanged = costs.since(session.exchanged), costs
@@ -74,6 +78,14 @@ def tell_steps(session: Session, epoch: int, rate: float) -> None:
         metrics["grad_norm"] = norm
     if session.journal is not None:
         session.journal.log("train", session.step, epoch, metrics)
+    if bad - session.unreadable > allowed_bad:
+        raise TogetherError(
+            f"{session.stream.split.store.root}: {bad - session.unreadable:.0f} samples could not be read in epoch "
+            f"{epoch}, "
+            f"data.max_bad_fraction = {session.config.data.max_bad_fraction} allows {allowed_bad}; the log names them"
+        )
+    if session.step % session.stream.steps == 0:
+        session.unreadable = int(bad)
 
 
 def tell_end(session: Session) -> bool:

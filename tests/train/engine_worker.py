@@ -51,7 +51,7 @@ def share(values: Tensor, rank: int, size: int) -> Tensor:
 def train(
     engine: Engine, world: World, first: int, steps: int, pieces: int, rate: float, overflow: int = -1
 ) -> list[float | None]:
-    """So many steps; the gradient's norms. In step `overflow` the last sample is too large for the network.
+    """So many steps; the gradient's norms. In step `overflow` the last sample is not finite.
 
     Samples whose logits are not finite have no part in the loss, as in training.
     """
@@ -61,7 +61,7 @@ def train(
     for step in range(first, first + steps):
         whole = samples(step)
         if step == overflow:
-            whole[0][-1].fill_(3e38)  # finite itself
+            whole[0][-1].fill_(torch.inf)
         parts = [share(values, world.rank, world.size).tensor_split(pieces) for values in whole]
         total = world.sum([float(sum(weight.sum() for weight in parts[2]))])[0]
         for n, (images, labels, weight) in enumerate(zip(*parts, strict=True)):

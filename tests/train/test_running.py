@@ -10,7 +10,8 @@ import pytest
 
 from sopdist.data.errors import DataError
 from sopdist.train.nonfinite import NonFiniteError
-from sopdist.train.running import BAD_CONFIG, FAILED, OK, _reason, lost_contact, run_config
+from sopdist.train.running import _reason, run_config
+from sopdist.train.together import BAD_CONFIG, FAILED, OK, lost_contact
 from tests.data.small_splits import sample, samples, write_split
 
 CONFIG = """

@@ -16,13 +16,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...config import ConfigError
 from ...data.commands.arguments import whole
 from ...data.errors import DataError
 
@@ -50,42 +48,20 @@ def run(args: argparse.Namespace) -> int:
     """Evaluate; returns the exit code. Rank 0 speaks for all, and no rank waits for one that will not come."""
     import os
 
-    from torch.distributed import DistError
-
-    from .. import lifeline
-    from ..acceleration import forget_accelerator
-    from ..running import FAILED, INTERRUPTED, OK, _end_alone, _fail_alone, _tell
+    from ..place import find_place
     from ..settings import EngineSettings
-    from ..world import TogetherError, find_place, open_world
+    from ..together import OK, work_together
 
-    place = find_place(os.environ)
-    try:
-        world = open_world(place, EngineSettings())
-    except ConfigError as error:
-        return _tell(place.rank, error)
-    except DistError as error:
-        print(f"sopdist: rank {place.rank}: cannot meet the other ranks: {error}", file=sys.stderr)
-        forget_accelerator()  # it was made by half
-        return FAILED
-    watching = lifeline.start(world)
-    code, text = OK, ""
-    try:
+    printed: list[str] = []
+
+    def work(world: World) -> int:
         text = evaluate_together(args, world)
-    except TogetherError as error:
-        code = _tell(world.rank, error)
-    except (Exception, KeyboardInterrupt) as error:
-        if world.size > 1:  # the others do not know
-            _end_alone(INTERRUPTED) if isinstance(error, KeyboardInterrupt) else _fail_alone(world, error)
-        watching.stop()
-        world.close()
-        raise
-    watching.stop()
-    try:
-        world.close()
-    except RuntimeError:  # another rank has failed alone, and is not at the last barrier; it says why
-        _end_alone(code or lifeline.LOST)
-    if text and world.rank == 0:
-        print(text)
+        printed.extend([text] if world.rank == 0 else [])
+        return OK
+
+    code = work_together(find_place(os.environ), EngineSettings(), work)
+    if code == OK:
+        print("\n".join(printed), end="\n" if printed else "")
     return code
 
 
