@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import sys
 import tempfile
 import time
@@ -19,7 +18,7 @@ import torch
 import torch.multiprocessing as mp
 
 from ..config import ConfigError
-from ..train.place import Place
+from ..train.place import Place, free_port
 from ..train.settings import EngineSettings
 from ..train.world import World, open_world
 
@@ -41,7 +40,7 @@ def run_on_ranks(work: Work[Settings], settings: Settings, ranks: int, *, timeou
     """
     with tempfile.TemporaryDirectory(prefix="sopdist-bench-") as name:
         folder = Path(name)
-        running = mp.spawn(_run, (ranks, _free_port(), work, settings, folder), nprocs=ranks, join=False, daemon=True)
+        running = mp.spawn(_run, (ranks, free_port(), work, settings, folder), nprocs=ranks, join=False, daemon=True)
         try:
             _wait_for(running, timeout)
         except (mp.ProcessExitedException, mp.ProcessRaisedException) as error:
@@ -82,10 +81,3 @@ def _run(rank: int, ranks: int, port: int, work: Work[Settings], settings: Setti
 
 def _result(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank}.json"
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port

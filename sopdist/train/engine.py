@@ -120,10 +120,11 @@ class Engine:
         self._norm = nn.utils.get_total_norm(gradients)
         if self._clip:
             nn.utils.clip_grads_with_norm_(parameters, self._clip, self._norm)
-        if not scaled:
-            broken = ~self._norm.isfinite()
-            for gradient in gradients:
-                gradient.masked_fill_(broken, 0.0)
+        broken = ~self._norm.isfinite()
+        if scaled or (broken.device.type == "cpu" and not broken):  # to ask a GPU would be to wait for it
+            return
+        for gradient in gradients:
+            gradient.masked_fill_(broken, 0.0)
 
     def _deepspeed_step(self) -> bool:
         if self.stage == 0:  # with ZeRO DeepSpeed does it; without, it would neither tell the norm nor look at it
