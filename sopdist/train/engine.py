@@ -260,7 +260,8 @@ def _prepared(network: nn.Module, world: World, settings: EngineSettings) -> nn.
     if settings.channels_last and world.kind != "deepspeed":
         network = network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     if settings.compile:
-        network.compile()  # in place: names stay as they are
+        # In place: names stay as they are. Not network.compile(), which does nothing, in silence, to a Sequential.
+        network.forward = torch.compile(network.forward)
     return network
 
 

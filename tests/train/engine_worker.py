@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 
 from sopdist.train.engine import Engine
 from sopdist.train.optim import make_optimizer
@@ -75,6 +76,11 @@ def train(
     return norms
 
 
+def compiled_graphs() -> int:
+    """How many graphs torch.compile has made in this process."""
+    return int(counters["stats"]["unique_graphs"])
+
+
 def run(job: dict[str, Any], world: World) -> None:
     settings = EngineSettings(
         kind=job["kind"], zero=job.get("zero", 0), precision=job.get("precision", "fp32"), threads=1, timeout=120,
@@ -99,6 +105,7 @@ def run(job: dict[str, Any], world: World) -> None:
         logits = engine.forward(samples(99)[0])
     result = {
         "network": engine.network_state(), "optimizer": engine.optimizer_state(), "norms": norms, "logits": logits,
+        "graphs": compiled_graphs(),
     }  # fmt: skip
     Path(job["out"]).parent.mkdir(parents=True, exist_ok=True)
     torch.save(result, f"{job['out']}.rank{world.rank}")

@@ -20,7 +20,7 @@ from sopdist.train.engine import Engine, with_common_statistics
 from sopdist.train.optim import make_optimizer
 from sopdist.train.settings import EngineSettings, OptimSettings
 from sopdist.train.world import Place, World, open_world
-from tests.train.engine_worker import network, samples, share, train
+from tests.train.engine_worker import compiled_graphs, network, samples, share, train
 from tests.train.launching import launch
 
 Result = dict[str, Any]
@@ -330,7 +330,9 @@ def test_what_a_cpu_cannot_do_is_refused_by_key(alone: World) -> None:
 @pytest.mark.long
 def test_a_compiled_network_keeps_its_names_and_its_results(alone: World) -> None:
     engine = engine_of(alone, network(), compile=True)
+    before = compiled_graphs()
     train(engine, alone, 0, 2, pieces=1, rate=0.1)
+    assert compiled_graphs() > before
     assert_close(engine.network_state(), oracle(steps=2)[0], atol=1e-5)
 
 
@@ -340,4 +342,5 @@ def test_two_ranks_of_ddp_and_of_zero_0_train_a_compiled_network_as_one_that_is_
     start: Start, launcher: str, kind: str
 ) -> None:
     for result in start(launcher, kind, {"compiled": {"compile": True, "clip": 0.5}})["compiled"]:
+        assert result["graphs"] > 0
         assert_close(result["network"], oracle(clip=0.5)[0], atol=1e-5)
