@@ -62,6 +62,7 @@ class Engine:
             self.network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self._wrapped: Any = prepared[0]
         self._stepper: Any = prepared[1]
+        self._sound = [buffer.clone() for buffer in self._statistics()]  # finite ones, to go back to
 
     @property
     def stage(self) -> int:
@@ -159,20 +160,28 @@ class Engine:
 
         Collective. Between two calls each rank follows its own samples.
         """
-        if self.world.size == 1:
-            return
+        buffers = self._statistics()
+        if self.world.size > 1 and buffers:
+            # In float64, so that the mean of equal ones is exactly what they are: averaging twice is averaging once.
+            flat = torch.cat([buffer.flatten().double() for buffer in buffers])
+            distributed.all_reduce(flat)
+            parts = (flat / self.world.size).split([buffer.numel() for buffer in buffers])
+            for buffer, mean in zip(buffers, parts, strict=True):
+                buffer.copy_(mean.view_as(buffer))
+        self._sound = [buffer.clone() for buffer in buffers]
+
+    def repair_statistics(self) -> None:
+        """Running batch statistics that a sample has made infinite or NaN become what they last were on average.
+
+        One such sample would spoil them for good. Training does not look at them, but every evaluation does.
+        """
+        for buffer, sound in zip(self._statistics(), self._sound, strict=True):
+            buffer.copy_(torch.where(torch.isfinite(buffer), buffer, sound))
+
+    def _statistics(self) -> list[Tensor]:
         norms = [module for module in self.network.modules() if isinstance(module, nn.modules.batchnorm._NormBase)]
-        buffers = [
-            buffer for module in norms for buffer in (module.running_mean, module.running_var) if buffer is not None
-        ]
-        if not buffers:
-            return
-        # In float64, so that the mean of equal ones is exactly what they are: averaging twice is averaging once.
-        flat = torch.cat([buffer.flatten().double() for buffer in buffers])
-        distributed.all_reduce(flat)
-        parts = (flat / self.world.size).split([buffer.numel() for buffer in buffers])
-        for buffer, mean in zip(buffers, parts, strict=True):
-            buffer.copy_(mean.view_as(buffer))
+        both = [buffer for module in norms for buffer in (module.running_mean, module.running_var)]
+        return [buffer for buffer in both if buffer is not None]
 
     def network_state(self) -> dict[str, Tensor]:
         """All weights and buffers by name, whole, on the CPU, float32 (counters as they are). Collective."""
@@ -199,6 +208,7 @@ class Engine:
                     value.copy_(state[name])
         if self.stage:
             zero.renew_masters(self._wrapped)
+        self._sound = [buffer.clone() for buffer in self._statistics()]
 
     def optimizer_state(self) -> dict[str, Tensor]:
         """What the optimizer keeps, `NAME/momentum_buffer` and the like, whole, on the CPU, float32. Collective."""

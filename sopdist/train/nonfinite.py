@@ -65,6 +65,8 @@ class NonFiniteGuard:
             return
         session = self._session
         session.nonfinite_streak = session.nonfinite_streak + 1 if nonfinite else 0
+        if nonfinite:
+            session.engine.repair_statistics()
         if session.nonfinite_streak == 1 and session.world.rank == 0:
             step = session.step - 1
             _logger.warning("step %s: NOT FINITE: %s samples are left out of the loss", step, f"{nonfinite:.0f}")

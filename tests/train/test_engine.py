@@ -320,6 +320,24 @@ def test_statistics_over_all_ranks_leave_a_network_its_activations_and_its_param
     assert all(parameters[key] is value for key, value in after.named_parameters())
 
 
+def test_statistics_that_a_sample_has_spoiled_are_repaired(alone: World) -> None:
+    engine = engine_of(alone, network(norm=True))
+    images = samples(0)[0]
+    engine.forward(images)
+    engine.average_statistics()
+    sound = engine.network_state()
+    spoiled = images.clone()
+    spoiled[0] = math.inf
+    engine.forward(spoiled)
+    broken = engine.network_state()["4.running_mean"]
+    assert not torch.isfinite(broken).all()
+    engine.repair_statistics()
+    for name in ("4.running_mean", "4.running_var"):
+        assert torch.isfinite(engine.network_state()[name]).all()
+    assert torch.equal(engine.network_state()["4.running_mean"][~torch.isfinite(broken)],
+                       sound["4.running_mean"][~torch.isfinite(broken)])  # fmt: skip
+
+
 def test_what_a_cpu_cannot_do_is_refused_by_key(alone: World) -> None:
     with pytest.raises(ConfigError, match=r"engine\.sync_batchnorm: needs GPUs"):
         engine_of(alone, network(norm=True), sync_batchnorm=True)
