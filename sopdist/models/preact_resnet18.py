@@ -7,29 +7,17 @@ normalised before the mean.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from itertools import pairwise
-
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from .residual import residual_network
 
 WIDTHS = (64, 64, 128, 128, 256, 256, 512, 512)  # of the blocks
 
 
 def make(channels: int, size: int, classes: int) -> nn.Module:  # noqa: ARG001 - any size will do
-    """Stem, eight blocks, mean over the places, classifier."""
-    blocks = [Block(before, after) for before, after in pairwise((WIDTHS[0], *WIDTHS))]
-    return nn.Sequential(
-        OrderedDict(
-            stem=nn.Sequential(
-                nn.Conv2d(channels, WIDTHS[0], 3, padding=1, bias=False), nn.BatchNorm2d(WIDTHS[0]), nn.ReLU()
-            ),
-            blocks=nn.Sequential(*blocks),
-            mean=nn.AdaptiveAvgPool2d(1),
-            flatten=nn.Flatten(),
-            classifier=nn.Linear(WIDTHS[-1], classes),
-        )
-    )
+    """Eight blocks in four stages, of which the last three begin with stride 2."""
+    return residual_network(channels, WIDTHS, classes, Block)
 
 
 class Block(nn.Module):

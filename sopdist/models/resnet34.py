@@ -5,31 +5,17 @@ The paper's network for SOP on CIFAR. For photographs take timm's, which begins 
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from itertools import pairwise
-
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-BLOCKS = (3, 4, 6, 3)
-WIDTHS = (64, 128, 256, 512)
+from .residual import residual_network
+
+WIDTHS = (64,) * 3 + (128,) * 4 + (256,) * 6 + (512,) * 3  # of the blocks
 
 
 def make(channels: int, size: int, classes: int) -> nn.Module:  # noqa: ARG001 - any size will do
-    """Stem, 16 blocks in four stages of which the last three begin with stride 2, mean over the places, classifier."""
-    widths = [width for width, count in zip(WIDTHS, BLOCKS, strict=True) for _ in range(count)]
-    blocks = [Block(before, after) for before, after in pairwise((WIDTHS[0], *widths))]
-    return nn.Sequential(
-        OrderedDict(
-            stem=nn.Sequential(
-                nn.Conv2d(channels, WIDTHS[0], 3, padding=1, bias=False), nn.BatchNorm2d(WIDTHS[0]), nn.ReLU()
-            ),
-            blocks=nn.Sequential(*blocks),
-            mean=nn.AdaptiveAvgPool2d(1),
-            flatten=nn.Flatten(),
-            classifier=nn.Linear(WIDTHS[-1], classes),
-        )
-    )
+    """16 blocks in four stages, of which the last three begin with stride 2."""
+    return residual_network(channels, WIDTHS, classes, Block)
 
 
 class Block(nn.Module):
