@@ -12,7 +12,9 @@ from ..noise import SOP
 from .checkpoint import BEST, FOLDER, LAST, save_checkpoint, save_network
 from .detection import noise_report
 from .evaluate import evaluate
+from .run_folder import SUSPECTS
 from .session import Session
+from .suspects import write_suspects
 from .world import TogetherError
 
 _logger = logging.getLogger("sopdist.train")
@@ -27,7 +29,7 @@ def end_epoch(session: Session, epoch: int) -> None:
         with clock.part("evaluate"):
             score = _evaluate(session, epoch)
             if session.objective.sop is not None:
-                _tell_noise(session, session.objective.sop, epoch)
+                _tell_noise(session, session.objective.sop, epoch, last=last)
         with clock.part("checkpoint"):
             if score > session.best and _save(session, lambda: save_network(session, BEST)):
                 session.best = score
@@ -58,8 +60,8 @@ def _evaluate(session: Session, epoch: int) -> float:
     return score
 
 
-def _tell_noise(session: Session, sop: SOP, epoch: int) -> None:
-    """What the table says about the labels, and, where the truth is known, how well."""
+def _tell_noise(session: Session, sop: SOP, epoch: int, *, last: bool) -> None:
+    """What the table says about the labels, and, where the truth is known, how well; at the end, which they are."""
     given = torch.from_numpy(session.stream.labels.labels.astype("int64"))
     known = given.clamp_min(0)  # a sample without a label is never visited
     scores, flags, visited = sop.noise_scores(), sop.flags(known), sop.visited()
@@ -70,10 +72,16 @@ def _tell_noise(session: Session, sop: SOP, epoch: int) -> None:
         return
     truth = None if session.truth is None else session.truth.cpu().numpy()
     scored, flagged, instead, seen = (column.cpu().numpy() for column in (scores, flags, proposed, visited))
-    classes = len(session.stream.split.manifest.classes)
-    report = noise_report(scored, flagged, instead, given.numpy(), truth, seen, classes)
+    classes = session.stream.split.manifest.classes
+    report = noise_report(scored, flagged, instead, given.numpy(), truth, seen, len(classes))
     report |= {"active_rows": active, "evictions": evictions, "largest_evicted": evicted}
     session.journal.log("noise", session.step, epoch, report)
+    if last and session.config.log.suspects:
+        most, path = session.config.log.suspects, session.folder / SUSPECTS
+        try:
+            write_suspects(path, scored, flagged, instead, given.numpy(), classes, most)
+        except OSError as error:
+            _logger.warning("%s: CANNOT BE WRITTEN: %s", path, error.strerror or error)
 
 
 def _save(session: Session, save: Callable[[], None]) -> bool:

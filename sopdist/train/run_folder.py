@@ -19,6 +19,7 @@ from .config import Config
 CONFIG = "config.yaml"  # resolved: every key with its value
 METRICS = "metrics.jsonl"  # one line each time something was measured
 SUMMARY_JSON = "summary.json"  # how the run ended
+SUSPECTS = "suspects.csv"  # the samples whose labels are most likely wrong, the worst first
 SUMMARY_CSV = "summary.csv"  # a row for each evaluated epoch
 WANDB_ID = "wandb.id"  # which run of W&B this is, so that a resumed run goes on there
 

@@ -129,10 +129,11 @@ class LogSettings:
     wandb: Literal["auto", "online", "offline", "off"] = "auto"  # auto: online if logged in to W&B, else offline
     project: str = "sopdist"  # of W&B
     wandb_timeout: float = 30.0  # seconds that W&B may take to begin and to end; after that the run goes on without it
+    suspects: int = 10_000  # samples in suspects.csv, the list of labels that are most likely wrong
     clean: str = "clean"  # label set of the truth, if the split has it: noise detection is scored against it
 
     def __post_init__(self) -> None:
-        if self.every < 1:
-            raise ConfigError(f"log.every = {self.every}: must be at least 1")
+        if self.every < 1 or self.suspects < 0:
+            raise ConfigError(f"log.every = {self.every}, log.suspects = {self.suspects}: must be at least 1 and 0")
         if not 0 < self.wandb_timeout < float("inf"):
             raise ConfigError(f"log.wandb_timeout = {self.wandb_timeout}: must be more than 0, and not infinite")

@@ -59,7 +59,7 @@ def tell_steps(session: Session, epoch: int, rate: float, allowed_bad: int) -> N
     metrics: dict[str, Any] = metrics_of(sums[: len(mine)])
     *times, travelled, sent_bytes, bad = sums[len(mine) :]
     seconds = dict(zip(_PARTS, times, strict=True))  # of all ranks
-    samples = metrics.pop("samples")
+    samples = metrics["samples"]  # since the line before
     a_rank_a_second = samples / seconds["total"] if seconds["total"] else None
     metrics |= {
         "lr": rate,

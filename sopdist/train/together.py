@@ -59,7 +59,7 @@ def work_together(place: Place, settings: EngineSettings, work: Callable[[World]
     except ConfigError as error:
         code = tell(world.rank, error)
     except KeyboardInterrupt:
-        tell(world.rank, "interrupted")
+        tell(world.rank, "interrupted; --resume auto goes on from the newest checkpoint")
         _end_alone(INTERRUPTED)
     except Exception as error:
         if world.size > 1:

@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where = "evaluate on this one; may be given several times (default: those of the run's config)"
     parser.add_argument("--split", action="append", default=[], metavar="[NAME=]SPLIT", help=where)
     parser.add_argument("--which", choices=("best", "last"), help="network of a run (default: best if there is one)")
-    parser.add_argument("--labels", metavar="SET", help="label set of the splits (default: as in the run)")
+    parser.add_argument("--labels", metavar="SET", help="label set of the splits (default: evaluate.labels of the run)")
     parser.add_argument("--root", metavar="FOLDER", help="where the shards are now, instead of the run's data.root")
     parser.add_argument("--batch", type=whole(1), metavar="N", help="samples at a time (default: as in the run)")
     parser.add_argument("--json", action="store_true", help="print JSON")
