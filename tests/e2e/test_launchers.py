@@ -21,8 +21,8 @@ from tests.e2e.plain_loop import STEPS, overrides, train_plainly
 from tests.e2e.records import lines_of, losses_of, newest_checkpoint, table_in
 
 FILES = {
-    "config.yaml", "metrics.jsonl", "summary.json", "summary.csv", "suspects.csv", "checkpoints", "network-best.safetensors",
-    "network-last.safetensors",
+    "config.yaml", "metrics.jsonl", "summary.json", "summary.csv", "suspects.csv", "checkpoints",
+    "network-best.safetensors", "network-last.safetensors",
 }  # fmt: skip
 SECONDS = 180  # starting is slow on a busy machine
 
