@@ -38,7 +38,7 @@ def fail_for_want_of_space(root: Path, out: Path, *options: str, most: int) -> N
 def test_an_interrupted_run_goes_on_where_it_stopped_to_the_same_bytes(tmp_path: Path, how: signal.Signals) -> None:
     photo = tmp_path / "photo.jpg"
     photo.write_bytes(encoded(picture(0, 1000, 700), quality=90))
-    for number in range(400):
+    for number in range(110):
         path = tmp_path / "in" / ("even", "odd")[number % 2] / f"{number}.jpg"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.symlink_to(photo)
@@ -56,7 +56,7 @@ def test_an_interrupted_run_goes_on_where_it_stopped_to_the_same_bytes(tmp_path:
         process.send_signal(how)
         _, error = process.communicate(timeout=60)
     done = {path.with_suffix(".tar") for path in folder.glob("*.done")}
-    assert 3 <= len(done) < 80  # the test is about the middle
+    assert 3 <= len(done) < 22  # the test is about the middle
     with pytest.raises(DataError, match="interrupted"):
         read_manifest(folder)
     if how == signal.SIGINT:
