@@ -27,7 +27,7 @@ $(READY): pyproject.toml requirements.lock sopdist/noise/kernels/native.c sopdis
 	@echo "  torchvision and timm, which would bring another torch"
 	@$(PIP) --no-deps $(call LOCKED,torchvision) $(call LOCKED,timm)
 	@echo "  everything else"
-	@$(PIP) -c requirements.lock --no-build-isolation --config-settings editable_mode=compat -e '.[demo,triton,data,train,timm,dev]'
+	@$(PIP) -c requirements.lock --no-build-isolation --config-settings editable_mode=compat -e '.[demo,triton,data,train,timm,export,dev]'
 	@$(BIN)/python -c 'from sopdist.noise.kernels import native_kernels as n; n.is_built() or print( \
 		"No C compiler was found: CPU kernels are missing, the slower reference is used. On Debian: apt-get install gcc")'
 	@touch $@
@@ -38,8 +38,8 @@ demo: $(READY) ## train with 40% of the labels redrawn, with and without SOP, an
 test: $(READY) lint ## every check that fits in a few minutes
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not long"
 
-test-long: $(READY) ## what starts real launchers or trains for minutes, one after the other
-	$(BIN)/python -m pytest -m long
+test-long: $(READY) ## what starts real launchers, crashes, trains for minutes, or needs a Slurm cluster
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m long
 
 lint: $(READY) ## ruff and mypy
 	$(BIN)/ruff check .
@@ -54,6 +54,7 @@ bench: $(READY) ## noise table, steps and input pipeline against their peers, an
 	$(BIN)/sopdist bench table
 	$(BIN)/sopdist bench step
 	$(BIN)/sopdist bench exchange
+	$(BIN)/sopdist bench checkpoint
 	$(BIN)/sopdist bench input
 	$(BIN)/sopdist bench kernels
 

@@ -41,7 +41,9 @@ COMMANDS = {
     "inspect": Entry(".data.commands.inspect", "look at a split: classes, sizes, a sheet of thumbnails"),
     "labels": Entry(".data.commands.labels", "add, draw, list and compare label sets"),
     "train": Entry(".train.commands.train", "train a network on wrong labels; launch/train.py does it on many ranks"),
+    "stop": Entry(".train.commands.stop", "ask a run to save and to stop after its next step"),
     "eval": Entry(".train.commands.eval", "evaluate the network of a run or a checkpoint on any splits"),
+    "checkpoint": Entry(".checkpoint.commands", "list, show, verify, export and reshard the checkpoints of a run"),
     "plan": Entry(".train.commands.plan", "steps, memory and bytes on the wire of a run, before it is started"),
     "doctor": Entry(".doctor", "what of torch, CUDA, DeepSpeed, DALI, W&B, ... is usable here, and what to do"),
 }
@@ -50,6 +52,7 @@ BENCHES = {
     "input": Entry(".bench.input", "images/s of the input pipeline, beside DALI's reader and stock webdataset"),
     "step": Entry(".bench.step", "a training step with SOP on several ranks, beside one with cross-entropy"),
     "exchange": Entry(".bench.exchange", "bytes and time of rows and facts between ranks, sent ahead and asked for"),
+    "checkpoint": Entry(".bench.checkpoint", "how long training stands still for a save, and a resume takes"),
     "kernels": Entry(".bench.kernels", "compile the CUDA kernels ahead of time: registers, spills (needs no GPU)"),
 }
 _FULL = (errno.ENOSPC, errno.EDQUOT)

@@ -47,13 +47,16 @@ def load_config(kind: type[Section], path: Path, overrides: Sequence[str] = ()) 
 
 def build(kind: type[Section], tree: Mapping[Any, Any], where: str = "") -> Section:
     """Make a section, and those inside of it, out of plain values."""
-    fields = {field.name: field for field in dataclasses.fields(cast(Any, kind))}
+    fields = {key_of(field): field for field in dataclasses.fields(cast(Any, kind))}
     for key in tree:
         if key not in fields:
             raise ConfigError(f"{where}{key}: no such key; {_nearest(str(key), fields, where)}")
     hints = get_type_hints(kind)
-    values = {key: _checked(hints[key], value, f"{where}{key}") for key, value in tree.items()}
-    for name, field in fields.items():
+    values = {}
+    for key, value in tree.items():
+        values[fields[key].name] = _checked(hints[fields[key].name], value, f"{where}{key}")
+    for field in fields.values():
+        name = field.name
         required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         if required and name not in values:
             if dataclasses.is_dataclass(hints[name]):
@@ -63,12 +66,15 @@ def build(kind: type[Section], tree: Mapping[Any, Any], where: str = "") -> Sect
     return kind(**values)
 
 
+def key_of(field: dataclasses.Field[Any]) -> str:
+    """The name of a field in a config. `async_` is `async` there: in Python the word is taken."""
+    return field.name.removesuffix("_")
+
+
 def to_tree(section: Any) -> dict[str, Any]:
     """The plain values of a section, for YAML and JSON; `build` makes the same section of them."""
-    return {
-        field.name: to_tree(value) if dataclasses.is_dataclass(value := getattr(section, field.name)) else _plain(value)
-        for field in dataclasses.fields(section)
-    }
+    values = {key_of(field): getattr(section, field.name) for field in dataclasses.fields(section)}
+    return {key: to_tree(value) if dataclasses.is_dataclass(value) else _plain(value) for key, value in values.items()}
 
 
 def changed(section: Section, key: str, value: Any) -> Section:
@@ -94,7 +100,7 @@ def describe(kind: type[Any], where: str = "") -> str:
             about = (inspect.getdoc(hint) or "").splitlines()[0]
             lines += ["", f"# {about}", describe(cast("type[Any]", hint), f"{where}{field.name}.")]
             continue
-        lines.append(f"{where}{field.name}: {_type_name(hint)}{_default(field)}")
+        lines.append(f"{where}{key_of(field)}: {_type_name(hint)}{_default(field)}")
         lines += textwrap.wrap(comments.get(field.name, ""), 100, initial_indent="    ", subsequent_indent="    ")
     return "\n".join(lines)
 

@@ -22,7 +22,8 @@ from tests.ranks import run_on_ranks
 from tests.train.launching import BIN, REPOSITORY, end_group, free_port
 
 ROOT = Path(__file__).parent.parent
-PAGES = ["README.md", "docs/noise.md", "docs/data.md", "docs/train.md", "CONTRIBUTING.md"]
+DOCS = sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))
+PAGES = ["README.md", *DOCS, "CONTRIBUTING.md"]
 LONGEST = 180.0  # seconds for a command
 
 
@@ -52,7 +53,7 @@ def python_examples() -> list[str]:
 def commands(first: str) -> list[list[str]]:
     """The commands of the README's block that begins with this one."""
     text = (ROOT / "README.md").read_text()
-    (block,) = re.findall(rf"```\n({re.escape('.venv/bin/' + first)}.*?)```", text, re.DOTALL)
+    (block,) = re.findall(rf"```\n({re.escape(first)}.*?)```", text, re.DOTALL)
     return [shlex.split(line, comments=True) for line in block.splitlines()]
 
 
@@ -60,7 +61,7 @@ def test_the_commands_and_the_example_of_shards_run_as_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for command in commands("sopdist prepare digits"):
+    for command in commands(".venv/bin/sopdist prepare digits"):
         assert main(command[1:]) == 0, command
     assert (tmp_path / "digits.png").exists()
     capsys.readouterr()
@@ -123,10 +124,16 @@ def in_a_loop() -> dict[str, Any]:
 def test_the_commands_of_training_run_as_printed_but_for_fewer_steps(tmp_path: Path) -> None:
     for name in (".venv", "launch", "configs"):
         (tmp_path / name).symlink_to(BIN.parent if name == ".venv" else REPOSITORY / name)
-    for command in (*commands("sopdist prepare digits")[:2], *commands("deepspeed")):
+    stopping = commands("timeout 20 .venv/bin/sopdist train")
+    assert stopping[0][:2] == ["timeout", "20"]
+    stopping[0] = stopping[0][2:]  # it only begins here
+    prepared = commands(".venv/bin/sopdist prepare digits")[:2]
+    for command in (*prepared, *commands(".venv/bin/deepspeed"), *stopping):
         told = as_printed(command, tmp_path)
         assert told.returncode == 0, f"{command}\n{told.stdout}\n{told.stderr}"
-    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["demo", "demo-alone", "demo-ddp"]
+    names = ["demo", "demo-alone", "demo-ddp", "demo-stops"]
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == names
+    assert {path.name for path in (tmp_path / "exported").iterdir()} >= {"model.safetensors", "noise.parquet"}
 
 
 def as_printed(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
@@ -152,7 +159,7 @@ def as_printed(command: list[str], folder: Path) -> subprocess.CompletedProcess[
 def test_commands_and_links_in_the_docs_exist(page: str, capsys: pytest.CaptureFixture[str]) -> None:
     text = (ROOT / page).read_text()
     known = (*COMMANDS, "bench")
-    for command in set(re.findall(r"sopdist ((?:bench |prepare |labels )?[a-z0-9-]+)(?=[`; ,])", text)):
+    for command in set(re.findall(r"sopdist ((?:bench |prepare |labels |checkpoint )?[a-z0-9-]+)(?=[`; ,])", text)):
         if command.split()[0] in known:
             with pytest.raises(SystemExit) as stop:
                 main([*command.split(), "--help"])

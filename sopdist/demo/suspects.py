@@ -9,12 +9,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ..checkpoint import complete_checkpoints, open_checkpoint
 from ..config import load_config
 from ..data.labels import CLEAN
 from ..data.split import Split, open_split
 from ..noise import SOP
-from ..noise.dealing import deal
-from ..train.checkpoint import complete_checkpoints, read_tensors
 from ..train.config import Config
 from ..train.run_folder import CONFIG
 
@@ -40,9 +39,8 @@ def draw_suspects(run: Path, count: int) -> str:
 
 def read_table(run: Path, split: Split, seed: int) -> SOP:
     """The noise table of a run's newest checkpoint, of all ranks together."""
-    parts = [read_tensors(path) for path in complete_checkpoints(run)[-1].glob("noise-*-of-*.safetensors")]
     sop = SOP(num_samples=len(split), num_classes=len(split.manifest.classes), seed=seed)
-    sop.table.load_state_dict(deal(parts, 0, 1))
+    sop.table.load_state_dict(open_checkpoint(complete_checkpoints(run)[-1]).noise())
     return sop
 
 

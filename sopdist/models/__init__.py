@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from torch import nn
 
     from .settings import ModelSettings
@@ -15,3 +17,10 @@ def make_model(settings: ModelSettings, *, channels: int, size: int, classes: in
     from .factory import make_model
 
     return make_model(settings, channels=channels, size=size, classes=classes)
+
+
+def load_exported(folder: Path | str) -> nn.Module:
+    """The network of a folder that `sopdist checkpoint export` wrote; see exported.py."""
+    from .exported import load_exported
+
+    return load_exported(folder)

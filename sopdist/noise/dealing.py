@@ -25,16 +25,25 @@ def deal(parts: Sequence[Mapping[str, Tensor]], first: int, stride: int) -> dict
         if found[_FIRST] != rank or found[_STRIDE] != len(by_rank) or found[_SAMPLES] != samples:
             raise ValueError(f"the {len(by_rank)} parts of the noise table do not belong together")
     dealt = {name: _rows(by_rank, name, samples, first, stride) for name in by_rank[0] if name not in (_SKIPPED, _META)}
-    # Counts of samples that did not count are of no row: the first rank keeps the sum.
-    skipped = torch.stack([part[_SKIPPED] for part in by_rank]).sum(0)
     meta[_FIRST], meta[_STRIDE] = first, stride
-    return dealt | {_SKIPPED: skipped if first == 0 else torch.zeros_like(skipped), _META: meta}
+    return dealt | {_SKIPPED: _skipped(by_rank, first, stride), _META: meta}
+
+
+def _skipped(parts: Sequence[Mapping[str, Tensor]], first: int, stride: int) -> Tensor:
+    """Counts of samples that did not count are of no row: of other ranks the first one keeps the sum."""
+    if stride == len(parts):
+        return parts[first][_SKIPPED]
+    total = torch.stack([part[_SKIPPED] for part in parts]).sum(0)
+    return total if first == 0 else torch.zeros_like(total)
 
 
 def _rows(parts: Sequence[Mapping[str, Tensor]], name: str, samples: int, first: int, stride: int) -> Tensor:
     if stride == len(parts):
         return parts[first][name]
-    whole = torch.empty(samples, *parts[0][name].shape[1:], dtype=parts[0][name].dtype)
+    whole = torch.empty(0)
     for rank, part in enumerate(parts):
-        whole[rank :: len(parts)] = part[name]
+        column = part[name]  # once: it may be read from a file
+        if rank == 0:
+            whole = torch.empty(samples, *column.shape[1:], dtype=column.dtype)
+        whole[rank :: len(parts)] = column
     return whole[first::stride].clone()

@@ -136,6 +136,11 @@ class Exchange:
         """So many samples of the batch were only looked at: there is nothing to tell their owners."""
         self._use(count)
 
+    def drain(self) -> None:
+        """Rows that were expected will not be needed: wait until they have arrived, and drop them."""
+        while self._coming:
+            self._clock.wait(self._coming.popleft().arriving)
+
     # -- facts ---------------------------------------------------------------------------------------------------------
 
     def give(self, labels: Tensor, facts: Facts, update: Update) -> bool:

@@ -35,5 +35,8 @@ class Objective(Protocol):
     def settle(self) -> None:
         """The backward pass is over: finish what was sent during it."""
 
+    def drain(self) -> None:
+        """The row that was expected will not come: finish what was sent for it."""
+
     def costs(self) -> ExchangeStats:
         """What talking to other ranks has cost so far."""

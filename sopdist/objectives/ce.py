@@ -35,6 +35,9 @@ class CrossEntropy:
     def settle(self) -> None:
         """Sends nothing."""
 
+    def drain(self) -> None:
+        """Sends nothing."""
+
     def costs(self) -> ExchangeStats:
         """Nothing: it talks to nobody."""
         return ExchangeStats()

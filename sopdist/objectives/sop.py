@@ -77,6 +77,11 @@ class NoiseAware:
         """Update the rows of the noise table that this rank owns."""
         self.sop.settle()
 
+    def drain(self) -> None:
+        """Wait for rows under way, and drop them."""
+        if self.sop.exchange is not None:
+            self.sop.exchange.drain()
+
     def costs(self) -> ExchangeStats:
         """What rows and facts have cost so far."""
         return ExchangeStats() if self.sop.exchange is None else self.sop.exchange.stats()

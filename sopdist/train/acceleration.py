@@ -113,6 +113,16 @@ def build_accelerator(kind: Kind, settings: EngineSettings, place: Place) -> Acc
     return accelerator
 
 
+def end_groups(kind: Kind) -> None:
+    """Take leave of all process groups. DeepSpeed remembers them, and must be told, or it cannot begin again."""
+    if kind == "deepspeed":
+        from deepspeed import comm
+
+        comm.destroy_process_group()
+    else:
+        distributed.destroy_process_group()
+
+
 def forget_accelerator() -> None:
     """Let another Accelerator be built in this process."""
     from accelerate.state import AcceleratorState, GradientState

@@ -1,215 +1,151 @@
-"""Checkpoints: what a run needs to go on, at the end of epochs, for every engine and any number of ranks.
+"""Saving a run: what all ranks together know at the end of a step, written by all of them, in the background.
 
-    RUN/checkpoints/step-00001234/
-        network.safetensors  optimizer.safetensors    whole tensors by name, the same for every engine
-        noise-0-of-2.safetensors ...                  each rank's rows of the noise table
-        state.json                                    step, best so far, and the fingerprint of the run
-    RUN/network-best.safetensors, network-last.safetensors
+    RUN/checkpoints/step-00001234/                          see sopdist.checkpoint
+    RUN/network-best.safetensors, network-last.safetensors  the network alone
 
-A checkpoint is written under another name and renamed when all ranks are done: a folder of that name is complete.
+A rank copies its share when a save begins, and trains on while the copy is written. Randomness needs no saving: order,
+augmentation, dropout and the start of the noise table are functions of the seed, the step and the sample.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import shutil
-from collections.abc import Mapping
+import logging
+import math
+import time
+from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save
 from torch import Tensor
+from torch.distributed import checkpoint as dcp
 
 from .. import __version__
-from ..data import plan
-from ..data.errors import DataError
-from ..files import write_whole
-from ..noise.dealing import deal
-from .run_folder import METRICS
+from ..checkpoint.folder import FOLDER, name_of, prune, remove
+from ..checkpoint.pieces import Piece, share_out
+from ..checkpoint.reading import reason_of
+from ..checkpoint.tensor_file import write_tensors
+from ..checkpoint.writing import CheckpointWriter, Staging, begin_save, save_pieces
+from ..config import to_tree
+from ..noise import SOP
+from .engine import Engine
+from .fingerprint import fingerprint
+from .run_folder import shown
 from .session import Session
-from .world import TogetherError
+from .telling import engine_name
+from .world import World
 
-FORMAT = 1
-FOLDER, STATE = "checkpoints", "state.json"
-NETWORK, OPTIMIZER = "network.safetensors", "optimizer.safetensors"
 BEST, LAST = "network-best.safetensors", "network-last.safetensors"
+_logger = logging.getLogger("sopdist.train")
 
 
-def save_checkpoint(session: Session) -> None:
-    """Write a checkpoint of the current step, then remove the oldest. Collective. A failure is told, not raised."""
-    name = _name_of(session.step)
-    partial, final = (session.folder / FOLDER / each for each in (f"{name}.partial", name))
-    network, optimizer = session.engine.network_state(), session.engine.optimizer_state()
+class Saver:
+    """The saves of one rank, one after the other. All ranks make the same calls."""
 
-    def write() -> None:
-        if session.world.rank == 0:
-            write_tensors(partial / NETWORK, network)
-            write_tensors(partial / OPTIMIZER, optimizer)
-            write_whole(partial / STATE, (json.dumps(_state_of(session), indent=1) + "\n").encode())
-        if session.objective.sop is not None:
-            rows = f"noise-{session.world.rank}-of-{session.world.size}.safetensors"
-            write_tensors(partial / rows, session.objective.sop.table.state_dict())
+    def __init__(self, session: Session) -> None:
+        """Collective."""
+        self._session = session
+        self._group = session.world.new_group(of_hosts=True)  # its own: saves go on while training talks
+        self._staging = Staging()
+        self._under_way: Future[Any] | None = None
+        self._folder, self._step = Path(), 0  # of the save under way
+        self.saved_step = session.step  # the newest that is known to be saved
 
-    def commit() -> None:
-        shutil.rmtree(final, ignore_errors=True)
-        partial.rename(final)
-        complete = complete_checkpoints(session.folder)
-        for old in complete[: -session.config.checkpoint.keep]:
-            shutil.rmtree(old, ignore_errors=True)
+    def save(self) -> None:
+        """Begin a checkpoint of the current step, when the one before is done. Collective. A failure is told later."""
+        session, world = self._session, self._session.world
+        self.wait()
+        self._folder, self._step = session.folder / FOLDER / name_of(session.step), session.step
+        keep, best, journal = session.config.checkpoint.keep, session.best_step, session.journal
+        writer = CheckpointWriter(
+            self._folder, world.rank, world.size, self._about() if world.rank == 0 else {},
+            before=lambda: None if journal is None else journal.sync(),
+            after=lambda: prune(session.folder, keep, best),
+        )  # fmt: skip
+        tally = torch.tensor([*session.tally.sums.tolist(), session.unreadable_here()], dtype=torch.float64)
+        pieces = pieces_of(world, session.engine, session.objective.sop, tally)
+        session.requests.saved()
+        if session.config.checkpoint.async_:
+            self._under_way = begin_save(pieces, writer, self._group, self._staging)
+            return
+        self._under_way = Future()
+        try:
+            save_pieces(pieces, writer, self._group)
+            self._under_way.set_result(None)
+        except dcp.CheckpointException as error:
+            self._under_way.set_exception(error)
+        self.wait()
 
-    session.world.on_first(lambda: _fresh(partial))
-    session.world.agree(write)
-    session.world.on_first(commit)
+    def look(self) -> None:
+        """Take notice of a save that is done. As cheap as it must be to be called after every step."""
+        if self._under_way is not None and self._under_way.done():
+            self.wait()
+
+    def wait(self) -> bool:
+        """Until the save under way, if there is one, is done. False if it has failed: all ranks learn that.
+
+        A failure costs a warning and is counted; the run goes on, and the last good checkpoint stays.
+        """
+        if self._under_way is None:
+            return True
+        under_way, self._under_way = self._under_way, None
+        try:
+            under_way.result()
+            self.saved_step = self._step
+            return True
+        except dcp.CheckpointException as error:
+            if any(isinstance(cause, KeyboardInterrupt) for cause, _ in error.failures.values()):
+                raise KeyboardInterrupt from None  # it was no failure of the save
+            self._session.failed_saves += 1
+            if self._session.world.rank == 0:
+                _logger.warning("COULD NOT SAVE, the run goes on: %s: %s", self._folder, reason_of(error))
+                with suppress(OSError):
+                    remove(self._folder)  # a full disk needs the room
+            return False
+
+    def _about(self) -> dict[str, Any]:
+        session = self._session
+        return {
+            "step": session.step,
+            "epoch": session.step / session.stream.steps,
+            "best": session.best,
+            "best_step": session.best_step,
+            "unreadable": session.unreadable,
+            "failed_saves": session.failed_saves,
+            "loss_scale": session.engine.loss_scale(),
+            "ranks": session.world.size,
+            "engine": engine_name(session),
+            "time": round(time.time(), 3),
+            "versions": {"sopdist": __version__, "torch": torch.__version__},
+            "fingerprint": fingerprint(session),
+            "config": _sayable(shown(to_tree(session.config))),
+        }
+
+
+def _sayable(tree: Any) -> Any:
+    """A config as JSON can say it, which has no infinity: as YAML writes it, `.inf`."""
+    if isinstance(tree, dict):
+        return {key: _sayable(value) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [_sayable(value) for value in tree]
+    if isinstance(tree, float) and not math.isfinite(tree):
+        return ".nan" if math.isnan(tree) else ".inf" if tree > 0 else "-.inf"
+    return tree
 
 
 def save_network(session: Session, name: str) -> None:
     """Write the network alone, for `sopdist eval` and for use elsewhere. Collective."""
     network = session.engine.network_state()
-    session.world.on_first(lambda: write_tensors(session.folder / name, network))
+    session.world.agree(lambda: write_tensors(session.folder / name, network) if session.world.rank == 0 else None)
 
 
-def load_checkpoint(session: Session, folder: Path) -> None:
-    """Go on from a checkpoint. Collective; refuses one of another run, and says what differs."""
-    state = session.world.agree(lambda: _read_state(folder))
-    session.world.agree(lambda: _compare(folder, state["fingerprint"], fingerprint(session)))
-    network = session.world.agree(lambda: read_tensors(folder / NETWORK))
-    optimizer = session.world.agree(lambda: read_tensors(folder / OPTIMIZER))
-    try:  # these talk to other ranks themselves, and what is wrong with a file is wrong for all of them
-        session.engine.load_network_state(network)
-        session.engine.load_optimizer_state(optimizer)
-    except DataError as error:
-        raise TogetherError(f"{folder}: {error}") from None
-    session.world.agree(lambda: _load_rows(session, folder))
-    session.step, session.best = state["step"], state["best"]
-
-
-def forget_later(session: Session) -> None:
-    """Remove checkpoints of later steps than the one that the run goes on from: they would be taken for the newest.
-
-    Collective.
-    """
-
-    def remove() -> None:
-        for later in complete_checkpoints(session.folder):
-            if later.name > _name_of(session.step):
-                shutil.rmtree(later)
-
-    session.world.on_first(remove)
-
-
-def _name_of(step: int) -> str:
-    return f"step-{step:08d}"
-
-
-def find_checkpoint(run: Path, resume: str) -> Path | None:
-    """The checkpoint that `--resume` means: `auto` is the newest of the run, if there is one."""
-    if resume == "none":
-        return None
-    if resume == "auto":
-        complete = complete_checkpoints(run)
-        return complete[-1] if complete else None
-    path = Path(resume)
-    complete = [path] if (path / STATE).is_file() else complete_checkpoints(path)
-    if not complete:
-        raise DataError(f"--resume {resume}: neither a checkpoint nor a run with one")
-    if (run / METRICS).exists() and complete[-1].resolve().parent.parent != run.resolve():
-        raise DataError(
-            f"--resume {resume}: is of another run, and {run} holds one already: run.name=... names a new one"
-        )
-    return complete[-1]
-
-
-def complete_checkpoints(run: Path) -> list[Path]:
-    """All complete checkpoints of a run, the newest last."""
-    return sorted(path.parent for path in (run / FOLDER).glob(f"step-????????/{STATE}"))
-
-
-def fingerprint(session: Session) -> dict[str, Any]:
-    """What must be the same for a checkpoint to go on as if nothing had happened."""
-    config, stream = session.config, session.stream
-    labels = np.ascontiguousarray(stream.labels.labels)
-    found = {
-        "samples": len(stream.split),
-        "classes": len(stream.split.manifest.classes),
-        "shards": stream.split.manifest.digest,
-        "labels": hashlib.sha256(labels.tobytes()).hexdigest(),
-        "plan version": plan.VERSION,
-        "run.seed": config.run.seed,
-        "train.batch": config.train.batch,
-        "model.name": config.model.name,
-        "objective.name": config.objective.name,
-        "optim.name": config.optim.name,
-        **{f"data.{key}": getattr(config.data, key) for key in ("balanced_per_epoch", "lanes", "block")},
-    }
-    if session.objective.sop is not None:
-        found |= {"objective.variant": config.objective.variant}
-    return found
-
-
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Tensors by name as one file, whole or not at all."""
-    plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    write_whole(path, save(plain))
-
-
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    """What `write_tensors` wrote."""
-    try:
-        return load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise DataError(f"{path}: cannot be read: {error}") from None
-
-
-def _fresh(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-
-
-def _state_of(session: Session) -> dict[str, Any]:
-    return {
-        "format": FORMAT,
-        "sopdist": __version__,
-        "torch": torch.__version__,
-        "step": session.step,
-        "best": session.best,
-        "ranks": session.world.size,
-        "fingerprint": fingerprint(session),
-    }
-
-
-def _read_state(folder: Path) -> dict[str, Any]:
-    try:
-        state: dict[str, Any] = json.loads((folder / STATE).read_text())
-    except (OSError, ValueError) as error:
-        raise DataError(f"{folder / STATE}: cannot be read: {error}") from None
-    if state.get("format") != FORMAT:
-        raise DataError(
-            f"{folder}: has format {state.get('format')}, this sopdist {__version__} reads {FORMAT}; "
-            f"go on with the sopdist that wrote it: {state.get('sopdist')}"
-        )
-    return state
-
-
-def _compare(folder: Path, saved: Mapping[str, Any], here: Mapping[str, Any]) -> None:
-    differs = [f"{key}: {saved.get(key)} there, {here[key]} here" for key in here if saved.get(key) != here[key]]
-    if differs:
-        raise DataError(
-            f"{folder}: is of another run:\n  " + "\n  ".join(differs) + "\nstart a new one with another run.name"
-        )
-
-
-def _load_rows(session: Session, folder: Path) -> None:
-    if session.objective.sop is None:
-        return
-    parts = [read_tensors(path) for path in sorted(folder.glob("noise-*-of-*.safetensors"))]
-    if not parts:
-        raise DataError(f"{folder}: has no rows of the noise table; was it written with objective.name = ce?")
-    table = session.objective.sop.table
-    try:
-        table.load_state_dict(deal(parts, table.first, table.stride))
-    except (ValueError, RuntimeError) as error:
-        raise DataError(f"{folder}: {error}") from None
+def pieces_of(world: World, engine: Engine, sop: SOP | None, tally: Tensor) -> dict[str, Piece]:
+    """What this rank writes of a checkpoint: its share of what all have, and what only it has. Views, not copies."""
+    rank = world.rank
+    pieces = share_out(engine.common_state(), rank, world.size) | engine.own_state()
+    own = {f"statistics/{rank}/{name}": buffer for name, buffer in engine.statistics().items()}
+    if sop is not None:
+        own |= {f"noise/{rank}/{name}": column for name, column in sop.table.state_dict().items()}
+    own[f"tally/{rank}"] = tally
+    return pieces | {name: Piece.whole(tensor) for name, tensor in own.items()}

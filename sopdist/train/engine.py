@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.optim import Optimizer
 
+from ..checkpoint.pieces import Piece
 from ..config import ConfigError
 from ..data.errors import DataError
 from . import zero
@@ -178,10 +179,37 @@ class Engine:
         for buffer, sound in zip(self._statistics(), self._sound, strict=True):
             buffer.copy_(torch.where(torch.isfinite(buffer), buffer, sound))
 
+    def statistics(self) -> dict[str, Tensor]:
+        """The running batch statistics by name, which are this rank's own: means and variances."""
+        return {
+            f"{name}.{kind}" if name else kind: buffer
+            for name, module in self.network.named_modules()
+            if isinstance(module, nn.modules.batchnorm._NormBase)
+            for kind, buffer in (("running_mean", module.running_mean), ("running_var", module.running_var))
+            if buffer is not None
+        }
+
     def _statistics(self) -> list[Tensor]:
-        norms = [module for module in self.network.modules() if isinstance(module, nn.modules.batchnorm._NormBase)]
-        both = [buffer for module in norms for buffer in (module.running_mean, module.running_var)]
-        return [buffer for buffer in both if buffer is not None]
+        return list(self.statistics().values())
+
+    def common_state(self) -> dict[str, Tensor]:
+        """What all ranks have alike of network and optimizer, by name: views, not copies.
+
+        `network/NAME`, `optimizer/NAME/KEY`, and `sound/NAME`: statistics as they last were on average.
+        """
+        statistics = self.statistics()
+        own = statistics.keys() | (self._shapes().keys() if self.stage == 3 else set())
+        state = {f"network/{name}": value for name, value in self.network.state_dict().items() if name not in own}
+        state |= {f"sound/{name}": value for name, value in zip(statistics, self._sound, strict=True)}
+        if self.stage:
+            return state
+        return state | {f"optimizer/{name}": value for name, value in self._kept_by_optimizer().items()}
+
+    def own_state(self) -> dict[str, Piece]:
+        """What only this rank has of network and optimizer: views, not copies. Named as in `common_state`."""
+        if not self.stage:
+            return {}
+        return zero.own_pieces(self._wrapped, self.network)
 
     def network_state(self) -> dict[str, Tensor]:
         """All weights and buffers by name, whole, on the CPU, float32 (counters as they are). Collective."""
@@ -193,8 +221,11 @@ class Engine:
             state[name] = whole.to("cpu", kept, copy=True, memory_format=torch.contiguous_format)
         return state
 
-    def load_network_state(self, state: Mapping[str, Tensor]) -> None:
-        """Take over what `network_state` gave, under any engine and on any number of ranks. Collective."""
+    def load_network_state(self, state: Mapping[str, Tensor], sound: Mapping[str, Tensor] | None = None) -> None:
+        """Take over what `network_state` gave, under any engine and on any number of ranks. Collective.
+
+        `sound`: batch statistics to go back to, if they are others than those of the state.
+        """
         self._check_network_state(state)
         if self.stage == 3:
             zero.set_whole_weights(self.network, state)
@@ -208,25 +239,23 @@ class Engine:
                     value.copy_(state[name])
         if self.stage:
             zero.renew_masters(self._wrapped)
-        self._sound = [buffer.clone() for buffer in self._statistics()]
+        sound = sound or {}
+        self._sound = [sound.get(name, buffer).clone().to(buffer) for name, buffer in self.statistics().items()]
 
-    def optimizer_state(self) -> dict[str, Tensor]:
-        """What the optimizer keeps, `NAME/momentum_buffer` and the like, whole, on the CPU, float32. Collective."""
-        if self.stage:
-            return zero.whole_optimizer_state(self._wrapped, self.network)
+    def _kept_by_optimizer(self) -> dict[str, Tensor]:
         return {
-            f"{name}/{key}": value.detach().to("cpu", torch.float32, copy=True, memory_format=torch.contiguous_format)
+            f"{name}/{key}": value.detach()
             for name, parameter in self.network.named_parameters()
             for key, value in self._optimizer.state.get(parameter, {}).items()
             if torch.is_tensor(value)
         }
 
     def load_optimizer_state(self, state: Mapping[str, Tensor]) -> None:
-        """Take over what `optimizer_state` gave, under any engine and on any number of ranks. Collective."""
+        """Take over whole `NAME/KEY` tensors, of any engine and any number of ranks. Collective."""
         shapes = self._shapes()
         for entry, value in state.items():
             name, _, key = entry.rpartition("/")
-            if name not in shapes or (value.dim() and value.shape != shapes[name]):
+            if name not in shapes or (key != zero.COUNT and value.shape != shapes[name]):
                 expected = tuple(shapes[name]) if name in shapes else "no such parameter"
                 raise DataError(f"optimizer state: {entry} is {tuple(value.shape)}, the network has {expected}")
         if self.stage:
@@ -237,12 +266,31 @@ class Engine:
         for entry, value in state.items():
             name, _, key = entry.rpartition("/")
             # Adam's step stays on the CPU, as torch wants it; all else lies where its parameter does, and as it does.
-            mine = torch.empty_like(parameters[name]).copy_(value) if value.dim() else value.clone()
+            mine = value.clone() if key == zero.COUNT else torch.empty_like(parameters[name]).copy_(value)
             self._optimizer.state[parameters[name]][key] = mine.detach()
+
+    def loss_scale(self) -> dict[str, float]:
+        """By what the loss is scaled, and how that goes on: of fp16 only. ZeRO 1 to 3 keep theirs to themselves."""
+        scaler = self._scaler()
+        return {} if scaler is None else {key: float(value) for key, value in scaler.state_dict().items()}
+
+    def load_loss_scale(self, scale: Mapping[str, float]) -> None:
+        """Take over what `loss_scale` gave. Without it the scale begins large and is found again within some steps."""
+        scaler = self._scaler()
+        if scaler is not None and scale:
+            counts = ("growth_interval", "_growth_tracker")
+            scaler.load_state_dict({key: int(scale[key]) if key in counts else scale[key] for key in scale})
+
+    def _scaler(self) -> Any:
+        scaler = self.world.accelerator.scaler
+        if self.world.kind == "deepspeed":
+            scaler = getattr(self._wrapped, "torch_autocast_z0_gradscaler", None)
+        return scaler if scaler is not None and scaler.is_enabled() else None
 
     def _shapes(self) -> dict[str, torch.Size]:
         """Of the whole parameters, ZeRO-3's too."""
-        return {name: getattr(value, "ds_shape", value.shape) for name, value in self.network.named_parameters()}
+        weights = self.network.named_parameters(remove_duplicate=False)
+        return {name: getattr(value, "ds_shape", value.shape) for name, value in weights}
 
     def _check_network_state(self, state: Mapping[str, Tensor]) -> None:
         shapes = {name: value.shape for name, value in self.network.state_dict().items()} | self._shapes()

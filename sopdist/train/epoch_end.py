@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-import shutil
 from collections.abc import Callable
 
 import torch
 
 from ..noise import SOP
-from .checkpoint import BEST, FOLDER, LAST, save_checkpoint, save_network
+from .checkpoint import BEST, LAST, Saver, save_network
 from .detection import noise_report
 from .evaluate import evaluate
 from .run_folder import SUSPECTS
@@ -20,8 +19,8 @@ from .world import TogetherError
 _logger = logging.getLogger("sopdist.train")
 
 
-def end_epoch(session: Session, epoch: int) -> None:
-    """Do what is due after this epoch; after the last one everything is."""
+def end_epoch(session: Session, saver: Saver, epoch: int, *, save: bool) -> None:
+    """Do what is due after this epoch; after the last one everything is. `save`: a checkpoint is due in any case."""
     config, clock = session.config, session.clock
     last = session.step >= session.total_steps
     session.engine.average_statistics()
@@ -31,18 +30,26 @@ def end_epoch(session: Session, epoch: int) -> None:
             if session.objective.sop is not None:
                 _tell_noise(session, session.objective.sop, epoch, last=last)
         with clock.part("checkpoint"):
-            if score > session.best and _save(session, lambda: save_network(session, BEST)):
-                session.best = score
+            if score > session.best and _saved(session, lambda: save_network(session, BEST)):
+                session.best, session.best_step = score, session.step
     if session.nonfinite_streak:  # a network that is breaking apart is nothing to go on from
         if session.world.rank == 0:
             _logger.warning("epoch %s is NOT SAVED: its last steps are not finite", epoch)
         session.network_lost = last
         return
     with clock.part("checkpoint"):
-        if config.checkpoint.every and (last or (epoch + 1) % config.checkpoint.every == 0):
-            _save(session, lambda: save_checkpoint(session))
-        if last:
-            session.network_lost = not _save(session, lambda: save_network(session, LAST))
+        if last:  # before the checkpoint, from which a resumed run would find that it is finished
+            saver.wait()  # on a full disk, what a failed save has left behind is the room that is needed
+            session.network_lost = not _saved(session, lambda: save_network(session, LAST))
+        every = config.checkpoint.every
+        if save or (every and (last or (epoch + 1) % every == 0)):
+            saver.save()
+
+
+def keep_last(session: Session) -> None:
+    """Write the last network if it is missing: the run was finished before, but its disk was full. Collective."""
+    if not session.network_lost and not session.world.on_first(lambda: (session.folder / LAST).exists()):
+        session.network_lost = not _saved(session, lambda: save_network(session, LAST))
 
 
 def _evaluate(session: Session, epoch: int) -> float:
@@ -84,7 +91,7 @@ def _tell_noise(session: Session, sop: SOP, epoch: int, *, last: bool) -> None:
             _logger.warning("%s: CANNOT BE WRITTEN: %s", path, error.strerror or error)
 
 
-def _save(session: Session, save: Callable[[], None]) -> bool:
+def _saved(session: Session, save: Callable[[], None]) -> bool:
     """Whether it was saved. A failure costs a warning and is counted; the run goes on, and the last good one stays."""
     try:
         save()
@@ -93,6 +100,4 @@ def _save(session: Session, save: Callable[[], None]) -> bool:
         session.failed_saves += 1
         if session.world.rank == 0:
             _logger.warning("COULD NOT SAVE, the run goes on: %s", error)
-            for torn in (session.folder / FOLDER).glob("*.partial"):  # a full disk needs the room
-                shutil.rmtree(torn, ignore_errors=True)
         return False

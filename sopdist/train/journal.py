@@ -11,7 +11,6 @@ import io
 import json
 import logging
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -53,7 +52,6 @@ class Journal:
         self.folder = folder
         self._name, self._total_steps, self._class_names = name, total_steps, class_names
         self._bar: tqdm[Any] | None = None
-        self._kept: Counter[tuple[str, int]] = Counter()  # lines of the step that a resumed run starts from
         self._file = MetricsFile(folder / METRICS)
         if not self._write_summary({"name": name, "finished": False, "exit": "running"}):
             raise DataError(f"{folder}: cannot be written; run.folder=... chooses another place")
@@ -61,16 +59,12 @@ class Journal:
 
     def rewind(self, step: int) -> None:
         """Go on after this step: what was written about later ones is dropped, and so never there twice."""
-        lines = self._file.rewind(step)
-        self._kept = Counter((str(line.get("kind")), step) for line in lines if line.get("step") == step)
+        self._file.rewind(step)
         self._close_bar()
         self._open_bar(step)
 
     def log(self, kind: str, step: int, epoch: int, metrics: Mapping[str, Any]) -> None:
         """Write down what was measured at a step (the number of steps done): `kind` is train, eval, noise, ..."""
-        if self._kept[kind, step] > 0:  # written before the checkpoint that the run was resumed from
-            self._kept[kind, step] -= 1
-            return
         numbers = plain(metrics)
         head = {"kind": kind, "step": step, "epoch": epoch, "time": round(time.time(), 3)}
         self._file.add(head | numbers | head)
@@ -79,6 +73,10 @@ class Journal:
             bar = self._bar or self._open_bar(0)
             bar.set_postfix_str(_bar_text(numbers), refresh=False)
         self.advance(step)
+
+    def sync(self) -> None:
+        """Make what was logged survive a power cut: a checkpoint is about to say that it is there."""
+        self._file.sync()
 
     def advance(self, step: int) -> None:
         """Show that so many steps are done; as cheap as it must be to be called at each of them."""
@@ -99,7 +97,7 @@ class Journal:
         written = self._write_summary(ending) and self._write(SUMMARY_CSV, _csv(rows))
         scalars = {key: value for key, value in ending.items() if not isinstance(value, Mapping)}
         self._wandb.finish(scalars, finished=finished)
-        if finished:
+        if finished and written:
             print(_closing_table(self.folder, rows), flush=True)
         return written
 

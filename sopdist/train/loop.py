@@ -9,23 +9,31 @@ batch that count: so the number of ranks does not change what is computed.
 
 from __future__ import annotations
 
+import logging
+
 import torch
 from torch import Tensor
 
 from ..data.batch import Batch
+from .checkpoint import Saver
 from .epoch_end import end_epoch
 from .nonfinite import NonFiniteGuard
 from .optim import learning_rate
+from .preemption import PreemptedError
 from .session import Session
 from .telling import tell_steps
 
+_logger = logging.getLogger("sopdist.train")
 
-def train(session: Session) -> None:
-    """Train from `session.step` to the end."""
+
+def train(session: Session, saver: Saver) -> None:
+    """Train from `session.step` to the end, or until somebody asks to stop: PreemptedError, when all is saved."""
     config, world, engine, objective = session.config, session.world, session.engine, session.objective
     stream, tally, clock = session.stream, session.tally, session.clock
     guard = NonFiniteGuard(session)
     steps, total_steps = stream.steps, session.total_steps
+    stop_asked = save_due = 0.0
+    clock.lap()  # what came before the first step is no part of it
 
     for epoch in range(session.step // steps, config.train.epochs):
         if session.step >= total_steps:
@@ -41,7 +49,7 @@ def train(session: Session) -> None:
             rate = learning_rate(config.optim, session.step, steps, total_steps)
             engine.set_lr(rate)
             objective.set_rate(rate)
-            weight = world.begin_sum([float(batch.weight.sum()), guard.previous()])
+            sums = world.begin_sum([float(batch.weight.sum()), guard.previous(), *session.requests.now()])
             if row + 1 < stop:
                 objective.expect(rows[row + 1])
             here = batch.to(world.device)
@@ -50,8 +58,8 @@ def train(session: Session) -> None:
                     logits, logits2 = both_views(session, piece)
                     loss = objective.loss(logits, piece, logits2)
                     guard.watch(piece, tally.add(logits, loss, piece, truth_of(session, piece), logits2))
-                    weight_of_all, nonfinite = weight.result()
-                    engine.backward(loss * (world.size / max(weight_of_all, 1.0)))
+                    weight, nonfinite, stop_asked, save_due = sums.result()
+                    engine.backward(loss * (world.size / max(weight, 1.0)))
             engine.step()
             objective.settle()
             guard.check(nonfinite)
@@ -60,8 +68,28 @@ def train(session: Session) -> None:
                 session.journal.advance(session.step)
             if session.step % config.log.every == 0 or row + 1 == stop:
                 tell_steps(session, epoch, rate, stream.allowed_bad(plan))
+            saver.look()
+            save_due += config.checkpoint.steps > 0 and session.step % config.checkpoint.steps == 0
+            if row + 1 < stop and (stop_asked or save_due):
+                guard.flush()
+                save_within_epoch(session, saver)
+                if stop_asked:
+                    objective.drain()
+                    raise PreemptedError
         guard.flush()
-        end_epoch(session, epoch)
+        end_epoch(session, saver, epoch, save=bool(stop_asked or save_due))
+        if stop_asked and session.step < total_steps:
+            raise PreemptedError
+
+
+def save_within_epoch(session: Session, saver: Saver) -> None:
+    """Between two steps. Collective."""
+    if session.nonfinite_streak:  # a network that is breaking apart is nothing to go on from
+        if session.world.rank == 0:
+            _logger.warning("step %s is NOT SAVED: it is not finite", session.step)
+        return
+    with session.clock.part("checkpoint"):
+        saver.save()
 
 
 def both_views(session: Session, piece: Batch) -> tuple[Tensor, Tensor | None]:

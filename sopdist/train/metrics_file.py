@@ -52,8 +52,18 @@ class MetricsFile:
             _logger.warning("%s: can be written again", self.path)
         self._failed = False
 
-    def rewind(self, step: int) -> list[dict[str, Any]]:
-        """Drop the lines past a step, which will be written again, and return the others."""
+    def sync(self) -> None:
+        """Have what was written down to the disk, where a power cut does not reach it.
+
+        OSError if there are lines that could not be written yet. Other threads than the one that writes may call it.
+        """
+        if self._failed:  # not `_waiting`: a line that is being written at this moment is none of them
+            raise OSError(f"{self.path}: lines could not be written yet")
+        with self.path.open("rb") as file:
+            os.fsync(file.fileno())
+
+    def rewind(self, step: int) -> None:
+        """Drop the lines past a step, which will be written again."""
         kept = [record for record in read_lines(self.path) if record["step"] <= step]
         try:
             with whole_file(self.path) as file:
@@ -61,7 +71,6 @@ class MetricsFile:
                     file.write(json.dumps(record).encode() + b"\n")
         except OSError as error:
             raise DataError(f"{self.path}: cannot be written: {error.strerror or error}") from None
-        return kept
 
     def _write(self, content: bytes) -> None:
         """All of it or nothing. Opened each time: a network drive tells only on closing that it is full."""

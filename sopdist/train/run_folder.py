@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import logging
 import os
 import shutil
+import socket
+import time
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import yaml
 
@@ -21,9 +25,11 @@ METRICS = "metrics.jsonl"  # one line each time something was measured
 SUMMARY_JSON = "summary.json"  # how the run ended
 SUSPECTS = "suspects.csv"  # the samples whose labels are most likely wrong, the worst first
 SUMMARY_CSV = "summary.csv"  # a row for each evaluated epoch
+LOCK = ".lock"  # held by the process that works on the run
 WANDB_ID = "wandb.id"  # which run of W&B this is, so that a resumed run goes on there
 
 LEAST_FREE = 16 << 20  # bytes without which no run begins: logs alone need more
+_PATIENCE = 5.0  # seconds to wait for a run's lock
 _ELSEWHERE = "run.folder=... chooses another place"
 
 _logger = logging.getLogger("sopdist.train")
@@ -39,7 +45,7 @@ def find_run(config: Config, *, resume: bool) -> Path:
     folder = Path(config.run.folder) / config.run.name
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if not resume and any((folder / name).exists() for name in (METRICS, SUMMARY_JSON)):
+        if not resume and (any((folder / name).exists() for name in (METRICS, SUMMARY_JSON)) or _has_saved(folder)):
             raise DataError(
                 f"{folder} holds a run already: --resume auto goes on with it, run.name=... starts another one"
             )
@@ -66,6 +72,41 @@ def open_run(config: Config, *, resume: bool) -> Path:
     except OSError as error:
         raise _cannot_write(folder, error) from None
     return folder
+
+
+def lock_run(folder: Path) -> IO[str] | None:
+    """Claim a run's folder for this process: two that write there at the same time would destroy each other's work.
+
+    To be closed at the end; it ends with the process in any case. None where the drive knows no locks.
+    """
+    file = (folder / LOCK).open("a+")
+    until = time.monotonic() + _PATIENCE  # a process that was just killed may take a moment to go
+    while True:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EAGAIN):
+                _logger.warning("%s: cannot be locked (%s): let no other process work on it", folder, error.strerror)
+                file.close()
+                (folder / LOCK).unlink(missing_ok=True)  # it would say that nobody works there
+                return None
+        if time.monotonic() > until:
+            file.seek(0)
+            holder = file.read().strip() or "unknown"
+            file.close()
+            raise DataError(f"{folder}: another process works on this run: {holder}; `sopdist stop {folder}` ends it")
+        time.sleep(0.2)
+    file.truncate(0)
+    file.write(f"pid {os.getpid()} on {socket.gethostname()}, since {time.strftime('%F %T')}\n")
+    file.flush()
+    return file
+
+
+def _has_saved(folder: Path) -> bool:
+    from ..checkpoint.folder import complete_checkpoints
+
+    return bool(complete_checkpoints(folder))
 
 
 def _cannot_write(folder: Path, error: OSError) -> DataError:

@@ -13,13 +13,18 @@ from ..config import ConfigError
 from ..data.errors import DataError
 from . import config as configs
 from .config import Config
+from .fingerprint import check_allowed
 from .forecast import check_ranks
+from .nonfinite import NonFiniteError
 from .place import Place, find_place
-from .together import BAD_CONFIG, FAILED, OK, lost_contact, tell, work_together
-from .world import World
+from .preemption import PreemptedError, Requests, listening
+from .together import BAD_CONFIG, FAILED, OK, PREEMPTED, lost_contact, tell, work_together
+from .world import TogetherError, World
 
 
-def run_config(name: str, overrides: Sequence[str] = (), *, resume: str = "none") -> int:
+def run_config(
+    name: str, overrides: Sequence[str] = (), *, resume: str = "none", allow_change: Sequence[str] = ()
+) -> int:
     """Train what the config says; returns the exit code."""
     place = find_place(os.environ)
     logging.basicConfig(level=logging.INFO if place.rank == 0 else logging.WARNING, format=_format(place))
@@ -28,30 +33,43 @@ def run_config(name: str, overrides: Sequence[str] = (), *, resume: str = "none"
     try:
         config = configs.load(name, overrides)
         check_ranks(config, place.size)
+        check_allowed(allow_change)
     except (ConfigError, DataError) as error:  # every rank finds the same
         tell(place.rank, error)
         return BAD_CONFIG
-    return work_together(place, config.engine, lambda world: _train(config, world, resume))
+    with listening(place.launcher) as requests:
+        return work_together(place, config.engine, lambda world: _train(config, world, requests, resume, allow_change))
 
 
-def _train(config: Config, world: World, resume: str) -> int:
-    from .checkpoint import find_checkpoint, forget_later, load_checkpoint
+def _train(config: Config, world: World, requests: Requests, resume: str, allow_change: Sequence[str]) -> int:
+    from .checkpoint import Saver
+    from .epoch_end import keep_last
     from .loop import train
+    from .resume import begin_from, find_start, load_checkpoint
     from .session import begin_record, open_session
-    from .telling import tell_beginning, tell_end
+    from .telling import tell_beginning, tell_end, tell_stop
 
-    # Rank 0 chooses for all, before anything is written: a wrong --resume must not look like a run afterwards.
-    run = Path(config.run.folder) / config.run.name
-    found = world.on_first(lambda: str(find_checkpoint(run, resume) or ""))
-    checkpoint = Path(found) if found else None
-    session = open_session(config, world, resume=resume != "none")
+    # Before anything is written: a wrong --resume must not look like a run afterwards.
+    start = find_start(world, Path(config.run.folder) / config.run.name, resume)
+    session = open_session(config, world, requests, resume=resume != "none")
     try:
-        if checkpoint is not None:
-            load_checkpoint(session, checkpoint)
+        if start.folder is not None:
+            load_checkpoint(session, start.folder, allow_change)
         begin_record(session, resume=resume != "none")
-        forget_later(session)
-        tell_beginning(session, checkpoint)
-        train(session)
+        begin_from(session, start)
+        saver = Saver(session)
+        tell_beginning(session, start.folder)
+        try:
+            train(session, saver)
+            keep_last(session)
+            saver.wait()
+        except PreemptedError:
+            saver.wait()
+            tell_stop(session, saver.saved_step)
+            return PREEMPTED
+        except (TogetherError, NonFiniteError):  # raised by all ranks: none must part while a save is under way
+            saver.wait()
+            raise
         return OK if tell_end(session) else FAILED
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt):

@@ -7,6 +7,7 @@ import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import IO, Any
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +28,8 @@ from .engine import Engine
 from .evaluate import close_all, open_evaluations
 from .journal import Journal
 from .optim import make_optimizer
-from .run_folder import find_run, open_run
+from .preemption import Requests
+from .run_folder import find_run, lock_run, open_run
 from .settings import LogSettings
 from .tally import Tally
 from .world import World
@@ -48,13 +50,19 @@ class Session:
     journal: Journal | None  # rank 0 writes it
     clock: Clock
     tally: Tally
+    requests: Requests
+    lock: IO[str] | None  # of the run's folder; rank 0 holds it
     step: int = 0  # optimizer steps done
     best: float = -1.0  # top-1 of the best network so far
+    best_step: int = -1  # and after which step that was
     exchanged: ExchangeStats = field(default_factory=ExchangeStats)  # as it was last told
     nonfinite_streak: int = 0  # steps in a row, up to now, with samples that are not finite
     unreadable: int = 0  # samples of all ranks in earlier epochs
+    unreadable_before: int = 0  # samples of this rank before the run was resumed
     failed_saves: int = 0
     network_lost: bool = False  # the network of the last step could not be saved
+    carried_samples: int = 0  # of this rank, in the tally since before the run was resumed
+    fingerprint: dict[str, Any] = field(default_factory=dict)  # made when it is first needed
     started: float = 0.0
 
     @property
@@ -63,16 +71,25 @@ class Session:
         steps = self.config.train.epochs * self.stream.steps
         return min(steps, self.config.train.max_steps or steps)
 
+    def unreadable_here(self) -> int:
+        """Samples of this rank that could not be read so far."""
+        return self.unreadable_before + self.stream.stats().bad
+
     def close(self) -> None:
         """Stop all threads and close all files; nothing is sent to other ranks."""
         self.stream.close()
         close_all(self.evaluations)
+        if self.lock is not None:
+            self.lock.close()
 
 
-def open_session(config: Config, world: World, *, resume: bool) -> Session:
+def open_session(config: Config, world: World, requests: Requests, *, resume: bool) -> Session:
     """Put everything together; whatever is wrong on any rank, all ranks raise the same."""
     folder = Path(world.on_first(lambda: str(find_run(config, resume=resume))))
     with ExitStack() as opened:
+        lock = world.agree(lambda: lock_run(folder) if world.rank == 0 else None)
+        if lock is not None:
+            opened.enter_context(lock)
         data = data_for_rank(config.data, world)
         stream = world.agree(lambda: _open_stream(config, data, world))
         opened.callback(stream.close)
@@ -91,7 +108,7 @@ def open_session(config: Config, world: World, *, resume: bool) -> Session:
         opened.pop_all()
     return Session(
         config, world, folder, stream, evaluations, engine, objective, truth,
-        journal=None, clock=Clock(), tally=Tally(world.device), started=time.time(),
+        journal=None, clock=Clock(), tally=Tally(world.device), requests=requests, lock=lock, started=time.time(),
     )  # fmt: skip
 
 

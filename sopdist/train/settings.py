@@ -113,12 +113,16 @@ class EvaluateSettings:
 class CheckpointSettings:
     """What is kept of a run to go on from."""
 
-    every: int = 1  # epochs between checkpoints; 0: none, and the last epoch's network only
-    keep: int = 2  # the newest so many are kept
+    every: int = 1  # epochs between checkpoints, at their ends; 0: none there, not even at the end of the run
+    steps: int = 0  # and every so many optimizer steps; 0: not
+    minutes: float = 30.0  # and after so many minutes without one; 0: not
+    keep: int = 2  # the newest so many are kept, and the one of the best network
+    async_: bool = True  # write in the background; off: training stands still meanwhile, which needs less memory
 
     def __post_init__(self) -> None:
-        if self.every < 0 or self.keep < 1:
-            raise ConfigError(f"checkpoint.every = {self.every}, .keep = {self.keep}: must be at least 0 and 1")
+        for name, least in (("every", 0), ("steps", 0), ("minutes", 0), ("keep", 1)):
+            if not least <= getattr(self, name) < float("inf"):
+                raise ConfigError(f"checkpoint.{name} = {getattr(self, name)}: must be at least {least}, and finite")
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ def tell_beginning(session: Session, checkpoint: Path | None) -> None:
     _logger.info(
         "%s: %s samples, %s classes, %s, %s, %s on %s (%s), %s steps",
         session.folder, f"{len(session.stream.split):,}", len(session.stream.split.manifest.classes), config.model.name,
-        noise, ranks, world.device.type, _engine_name(session), f"{session.total_steps:,}",
+        noise, ranks, world.device.type, engine_name(session), f"{session.total_steps:,}",
     )  # fmt: skip
     if checkpoint is not None:
         _logger.info("goes on from %s, at step %s", checkpoint, f"{session.step:,}")
@@ -54,12 +54,14 @@ def tell_steps(session: Session, epoch: int, rate: float, allowed_bad: int) -> N
     session.clock.add("exchange", exchange.waited)
     lap = session.clock.lap()
     mine = session.tally.take()
-    others = [*(lap[part] for part in _PARTS), exchange.travelled, exchange.sent_bytes, session.stream.stats().bad]
+    others = [*(lap[part] for part in _PARTS), exchange.travelled, exchange.sent_bytes]
+    others += [session.unreadable_here(), session.carried_samples]
+    session.carried_samples = 0
     sums = world.sum([*mine, *others])
     metrics: dict[str, Any] = metrics_of(sums[: len(mine)])
-    *times, travelled, sent_bytes, bad = sums[len(mine) :]
+    *times, travelled, sent_bytes, bad, carried = sums[len(mine) :]
     seconds = dict(zip(_PARTS, times, strict=True))  # of all ranks
-    samples = metrics["samples"]  # since the line before
+    samples = metrics["samples"] - carried  # since the line before, or since the run was resumed
     a_rank_a_second = samples / seconds["total"] if seconds["total"] else None
     metrics |= {
         "lr": rate,
@@ -92,14 +94,35 @@ def tell_end(session: Session) -> bool:
     """Write the summary; False if that, or saving the network, was not possible: then the run was for nothing."""
     if session.journal is None:
         return not session.network_lost
-    summary = {"steps": session.step, "ranks": session.world.size, "engine": _engine_name(session)}
+    summary = {"steps": session.step, "ranks": session.world.size, "engine": engine_name(session)}
     summary |= {"seconds": time.time() - session.started, "failed_saves": session.failed_saves}
     if session.failed_saves:
         _logger.warning("%s: %s SAVES HAVE FAILED", session.folder, session.failed_saves)
-    return session.journal.finish(summary, finished=True) and not session.network_lost
+    if session.network_lost:
+        summary["exit"] = "the last network could not be saved"
+    written = session.journal.finish(summary, finished=not session.network_lost)
+    session.requests.obeyed()  # whoever asked while the last step was under way has got it, too
+    return written and not session.network_lost
 
 
-def _engine_name(session: Session) -> str:
+def tell_stop(session: Session, saved_step: int) -> None:
+    """The run was asked to stop, and has: say why, and from where it goes on."""
+    told = session.world.gather_objects(session.requests.reason)
+    if session.journal is None:
+        return
+    reason = next(f"rank {rank}: {reason}" if rank else reason for rank, reason in enumerate(told) if reason)
+    summary = {"exit": "preempted", "reason": reason, "steps": session.step, "saved_step": saved_step}
+    summary |= {"failed_saves": session.failed_saves}
+    session.journal.finish(summary, finished=False)
+    session.requests.obeyed()  # not before it stands in the summary: `sopdist stop` looks there whether to ask
+    where = "there" if saved_step == session.step else f"from step {saved_step}: THE LAST STEPS ARE NOT SAVED"
+    _logger.warning(
+        "%s: stopped after step %s: %s; --resume auto goes on %s", session.folder, session.step, reason, where
+    )
+
+
+def engine_name(session: Session) -> str:
+    """How the network is spread, for people."""
     kind, settings = session.world.kind, session.config.engine
     return f"deepspeed, ZeRO {settings.zero}" if kind == "deepspeed" else kind
 

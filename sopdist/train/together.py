@@ -25,7 +25,7 @@ from .place import Place
 from .settings import EngineSettings
 from .world import TogetherError, World, open_world
 
-OK, FAILED, BAD_CONFIG, NOT_FINITE, INTERRUPTED = 0, 1, 2, 3, 130
+OK, FAILED, BAD_CONFIG, NOT_FINITE, PREEMPTED, INTERRUPTED = 0, 1, 2, 3, 75, 130
 
 # What gloo, NCCL and torch's store say, in lower case, when another process has gone or does not answer.
 _SIGNS_OF_LOSS = (

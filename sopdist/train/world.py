@@ -22,7 +22,7 @@ from torch import Tensor, distributed
 
 from ..config import ConfigError
 from ..data.errors import DataError
-from .acceleration import Kind, backend_of, build_accelerator, forget_accelerator, numbered, resolve_kind
+from .acceleration import Kind, backend_of, build_accelerator, end_groups, forget_accelerator, numbered, resolve_kind
 from .place import Place, export_place, find_place
 from .settings import EngineSettings
 
@@ -133,10 +133,15 @@ class World:
         if self.control is not None:
             distributed.barrier(group=self.control)
 
-    def new_group(self) -> Group | None:
-        """Another process group over all ranks, for tensors of the device; None if there is one rank."""
-        if self.size == 1:
+    def new_group(self, *, of_hosts: bool = False) -> Group | None:
+        """Another process group over all ranks, for tensors of the device; None if one rank can do without.
+
+        `of_hosts`: for tensors of the host, and for work in the background that may take its time on a slow disk.
+        """
+        if self.size == 1 and not (of_hosts and distributed.is_initialized()):  # DeepSpeed has one of one rank
             return None
+        if of_hosts:
+            return distributed.new_group(backend="gloo", timeout=max(self._timeout, timedelta(days=1)))
         return distributed.new_group(backend=backend_of(self.device.type), timeout=self._timeout)
 
     def close(self) -> None:
@@ -151,7 +156,7 @@ class World:
             torch.cuda.synchronize(self.device)
         self.barrier()
         if distributed.is_initialized():
-            distributed.destroy_process_group()
+            end_groups(self.kind)
         self.control = None
         forget_accelerator()
 

@@ -1,8 +1,8 @@
-"""Weights and optimizer state that DeepSpeed has cut into pieces (ZeRO 1 to 3), as whole tensors and back.
+"""Weights and optimizer state that DeepSpeed has cut into pieces (ZeRO 1 to 3), as pieces, as whole tensors and back.
 
 Knows how DeepSpeed lays out its pieces, and nothing of files or steps. Whole tensors do not depend on the number of
-ranks, so that what one run saved another continues, at any number of ranks and with any engine. All functions are
-collective.
+ranks, so that what one run saved another continues, at any number of ranks and with any engine. All functions but
+`own_pieces` are collective.
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..checkpoint.pieces import Piece
 from ..data.errors import DataError
+
+COUNT = "step"  # what torch's optimizers keep of a parameter that is one number, whatever the parameter's shape
 
 
 def whole_weights(network: nn.Module) -> dict[str, Tensor]:
@@ -42,24 +45,67 @@ def renew_masters(engine: Any) -> None:
     engine.optimizer.refresh_fp32_params()
 
 
-def whole_optimizer_state(engine: Any, network: nn.Module) -> dict[str, Tensor]:
-    """`NAME/momentum_buffer` and the like of every parameter; empty before the first step."""
-    from deepspeed.utils import safe_get_full_optimizer_state
+def own_pieces(engine: Any, network: nn.Module) -> dict[str, Piece]:
+    """What this rank alone has: `optimizer/NAME/KEY`, and under ZeRO-3 `network/NAME`. Views, not copies."""
+    if engine.zero_optimization_stage() < 3:
+        return _own_fragments(engine, network)
+    return _own_partitions(engine, network)
 
-    zero, stage = engine.optimizer, engine.zero_optimization_stage()
-    pieces = _pieces(zero, stage)
-    held = {key: value for key, value in zero.optimizer.state.get(pieces[0], {}).items() if torch.is_tensor(value)}
-    state = {}
+
+def _own_fragments(engine: Any, network: nn.Module) -> dict[str, Piece]:
+    """ZeRO 1 and 2: all parameters in a row are cut into as many parts as there are ranks."""
+    zero = engine.optimizer
+    pieces = {}
     for name, parameter in _trained(network):
-        for key, value in held.items():
-            if value.shape == pieces[0].shape:
-                value = safe_get_full_optimizer_state(parameter, key)
-            state[f"{name}/{key}"] = value.detach().to("cpu", torch.float32, copy=True)
-    return state
+        here = parameter._hp_mapping  # type: ignore[attr-defined]
+        if here is None:
+            continue
+        start, shape = here.lp_fragment_address.start, tuple(parameter.shape)
+        for key, values in (here.optim_fragment or {}).items():
+            pieces[f"optimizer/{name}/{key}"] = Piece(values.detach(), start, shape)
+        if start == 0:
+            pieces |= _numbers(zero, _pieces(zero, 1)[here.param_group_index], name)
+    return pieces
+
+
+def _own_partitions(engine: Any, network: nn.Module) -> dict[str, Piece]:
+    """ZeRO 3: each parameter is cut into as many parts as there are ranks, the last ones filled up with zeros."""
+    from deepspeed.utils import safe_get_local_optimizer_state
+
+    zero = engine.optimizer
+    flat = _pieces(zero, 3)[0]
+    kept = {key: value for key, value in zero.optimizer.state.get(flat, {}).items() if torch.is_tensor(value)}
+    trained = {name for name, _ in _trained(network)}  # of a weight with two names, the first
+    pieces = {}
+    for name, parameter in network.named_parameters(remove_duplicate=False):
+        partition, shape = parameter.ds_tensor, tuple(parameter.ds_shape)  # type: ignore[attr-defined]
+        start = partition.ds_numel * torch.distributed.get_rank()
+        count = min(partition.ds_numel, parameter.ds_numel - start)  # type: ignore[attr-defined]
+        if count <= 0:
+            continue
+        pieces[f"network/{name}"] = Piece(partition.detach().flatten()[:count], start, shape)
+        if name not in trained:
+            continue
+        for key in (key for key, value in kept.items() if value.shape == flat.shape):
+            values = safe_get_local_optimizer_state(parameter, key)
+            pieces[f"optimizer/{name}/{key}"] = Piece(values.detach().flatten()[:count], start, shape)
+        if start == 0:
+            pieces |= _numbers(zero, flat, name)
+    return pieces
+
+
+def _numbers(zero: Any, flat: Tensor, name: str) -> dict[str, Piece]:
+    """Adam's count of steps, which all parameters have alike."""
+    kept = zero.optimizer.state.get(flat, {})
+    return {
+        f"optimizer/{name}/{key}": Piece.whole(value)
+        for key, value in kept.items()
+        if key == COUNT and torch.is_tensor(value)
+    }
 
 
 def set_whole_optimizer_state(engine: Any, network: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """The opposite. What is in `state` for one parameter must be there for all: pieces hold parts of several."""
+    """Take over whole `NAME/KEY` tensors. What one parameter has all must have: pieces hold parts of several."""
     from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state
 
     zero, stage = engine.optimizer, engine.zero_optimization_stage()
@@ -101,7 +147,7 @@ def _keys(state: Mapping[str, Tensor], trained: list[tuple[str, nn.Parameter]]) 
             if f"{name}/{key}" not in state:
                 raise DataError(f"optimizer state: {name} has no {key}, but other parameters have")
     first = trained[0][0]
-    shared = {key: state[f"{first}/{key}"] for key in keys if state[f"{first}/{key}"].dim() == 0}
+    shared = {key: state[f"{first}/{key}"] for key in keys if key == COUNT}
     return shared, [key for key in keys if key not in shared]
 
 

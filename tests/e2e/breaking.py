@@ -1,25 +1,14 @@
-"""How tests break a run: the command line of a small one, waiting for the right moment, damaged shards.
-
-As a program it is a rank that gets several command lines, one after the other, because a process takes seconds to
-import torch:
-
-    python -m tests.e2e.breaking CASES.json      [[PORT, [ARGUMENT, ...]], ...] -> a line [CODE, STDERR] for each
-"""
+"""How tests break a run: the command line of a small one, waiting for the right moment, damaged shards."""
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
-import os
-import sys
 import tarfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from sopdist.cli import main
 from tests.e2e.launchers import Started
 
 RUN = "broken"
@@ -62,16 +51,3 @@ def damage_image(split: Path, index: int) -> str:
         file.seek(images[index].offset_data)
         file.write(b"\0" * images[index].size)
     return images[index].name.rpartition(".")[0]
-
-
-def run_cases(path: Path) -> None:
-    for port, case in json.loads(path.read_text()):
-        os.environ["MASTER_PORT"] = str(port)
-        said = io.StringIO()
-        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
-            code = main(["train", *case])
-        print(json.dumps([code, said.getvalue()]), flush=True)
-
-
-if __name__ == "__main__":
-    run_cases(Path(sys.argv[1]))

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
-from sopdist.noise.dealing import deal
+from sopdist.checkpoint import complete_checkpoints, open_checkpoint
 from sopdist.noise.rows import NoiseTable
 
 MEANS = ("mean_loss", "mean_margin")
@@ -30,13 +29,12 @@ def losses_of(run: Path) -> list[float]:
 
 
 def newest_checkpoint(run: Path) -> Path:
-    return max((run / "checkpoints").iterdir())
+    return complete_checkpoints(run)[-1]
 
 
 def table_in(checkpoint: Path) -> dict[str, Tensor]:
     """The whole noise table of a checkpoint, of any number of ranks and in either layout: every v of every row."""
-    parts = [load_file(path) for path in checkpoint.glob("noise-*-of-*.safetensors")]
-    whole = deal(parts, 0, 1)
+    whole = open_checkpoint(checkpoint).noise()
     _, samples, classes, seed, *_ = whole["meta"].tolist()
     table = NoiseTable(samples, classes, layout="dense", seed=seed)
     table.load_state_dict(whole)

@@ -12,8 +12,9 @@ from typing import Any, get_type_hints
 import pytest
 from safetensors.torch import load_file
 
+from sopdist.checkpoint import verify_checkpoint
 from sopdist.cli import main
-from sopdist.config import ConfigError, load_config
+from sopdist.config import ConfigError, key_of, load_config
 from sopdist.train import config as configs
 from sopdist.train.config import CONFIGS, Config, find_config
 from tests.e2e.launchers import ONE_PROCESS, run
@@ -21,6 +22,7 @@ from tests.e2e.plain_loop import STEPS, overrides, train_plainly
 from tests.e2e.records import lines_of, losses_of, newest_checkpoint, table_in
 
 FILES = {
+    ".lock",
     "config.yaml", "metrics.jsonl", "summary.json", "summary.csv", "suspects.csv", "checkpoints",
     "network-best.safetensors", "network-last.safetensors",
 }  # fmt: skip
@@ -57,12 +59,10 @@ def check(launcher: str, ranks: int, engine: str, digits: Path, folder: Path, lo
 
     checkpoint = newest_checkpoint(made)
     assert checkpoint.name == f"step-{STEPS:08d}"
-    rows_of_ranks = {f"noise-{rank}-of-{ranks}.safetensors" for rank in range(ranks)}
-    assert {path.name for path in checkpoint.iterdir()} == rows_of_ranks | {
-        "network.safetensors", "optimizer.safetensors", "state.json",
-    }  # fmt: skip
+    of_ranks = {f"rank-{rank}-of-{ranks}.safetensors" for rank in range(ranks)}
+    assert {path.name for path in checkpoint.iterdir()} == of_ranks | {"checkpoint.json", "complete"}
     assert len(table_in(checkpoint)["u"]) == 1438
-    last, saved = (load_file(path) for path in (made / "network-last.safetensors", checkpoint / "network.safetensors"))
+    last, saved = load_file(made / "network-last.safetensors"), verify_checkpoint(checkpoint).network()
     assert last.keys() == saved.keys()
     assert all((last[name] == saved[name]).all() for name in last)
 
@@ -98,7 +98,7 @@ def keys_of(kind: Any, where: str = "") -> Iterator[str]:
     """Every key of a config, by walking through its sections."""
     hints = get_type_hints(kind)
     for field in dataclasses.fields(kind):
-        name = f"{where}{field.name}"
+        name = f"{where}{key_of(field)}"
         yield from keys_of(hints[field.name], f"{name}.") if dataclasses.is_dataclass(hints[field.name]) else [name]
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from sopdist.checkpoint.folder import is_complete
 from sopdist.train.lifeline import LOST
 from tests.e2e.breaking import RUN, arguments, damage_image, has_lines, summary_of, wait_for
 from tests.e2e.launchers import Started, start
@@ -64,7 +65,7 @@ def test_a_rank_killed_while_training_ends_the_others_that_nobody_looks_after(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("launcher", "victim"), [("torchrun", 0), ("torchrun", 1), ("deepspeed", 0), ("deepspeed", 1)])
+@pytest.mark.parametrize(("launcher", "victim"), [("torchrun", 0), ("deepspeed", 1)])
 def test_a_rank_killed_while_training_ends_the_job_of_a_launcher(
     digits: Path, tmp_path: Path, launcher: str, victim: int
 ) -> None:
@@ -90,16 +91,13 @@ def test_a_rank_killed_while_evaluating_ends_the_others(digits: Path, tmp_path: 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_rank_killed_while_a_checkpoint_is_written_leaves_the_one_before(
-    digits: Path, tmp_path: Path, victim: int
-) -> None:
+def test_a_rank_killed_while_a_checkpoint_is_written_leaves_the_one_before(digits: Path, tmp_path: Path) -> None:
     often = (*ENDLESS, "train.batch=1438", "checkpoint.every=1")
     started = start(BY_HAND, arguments(digits, tmp_path, *often), tmp_path)
     checkpoints = tmp_path / RUN / "checkpoints"
     wait_for(lambda: has_lines(tmp_path, "train", 3), started)
-    pid = started.ranks()[victim]
-    wait_for(lambda: any(checkpoints.glob("*.partial")), started)
+    pid = started.ranks()[1]
+    wait_for(lambda: any(not is_complete(path) for path in checkpoints.glob("step-*")), started)
     os.kill(pid, signal.SIGKILL)
     assert sorted(codes_of(started)) == sorted([LOST, KILLED])
     shorter = arguments(digits, tmp_path, *often, "train.max_steps=60", "--resume", "auto")
@@ -110,9 +108,7 @@ def test_a_rank_killed_while_a_checkpoint_is_written_leaves_the_one_before(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("launcher", "split"), [(BY_HAND, "train"), (BY_HAND, "test"), ("torchrun", "train"), ("deepspeed", "train")]
-)
+@pytest.mark.parametrize(("launcher", "split"), [(BY_HAND, "test"), ("torchrun", "train"), ("deepspeed", "train")])
 def test_a_rank_that_fails_alone_says_why_and_the_others_end(
     digits: Path, tmp_path: Path, launcher: str, split: str
 ) -> None:

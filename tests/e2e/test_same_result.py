@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from tests.e2e.by_hand import by_hand
 from tests.e2e.launchers import run
 from tests.e2e.plain_loop import STEPS, Trained, overrides, train_plainly
 from tests.e2e.records import MEANS, lines_of, losses_of, newest_checkpoint, table_in
@@ -27,24 +28,25 @@ Plainly = Callable[..., Trained]
 
 ZERO = "engine.kind=deepspeed engine.zero="
 SLOTS, PIECES = "objective.layout=slots", "train.accumulate=3"
-MATRIX = {
-    "one rank in three pieces": ("python", 1, PIECES),
-    "one rank, ZeRO 1": ("python", 1, f"{ZERO}1"),
-    "3 ranks, slots": ("torchrun", 3, SLOTS),
-    "4 ranks in three pieces": ("torchrun", 4, PIECES),
-    "2 ranks, ZeRO 0, slots": ("torchrun", 2, f"{ZERO}0 {SLOTS}"),
-    "3 ranks, ZeRO 0 in three pieces": ("torchrun", 3, f"{ZERO}0 {PIECES}"),
-    "4 ranks, ZeRO 0": ("torchrun", 4, f"{ZERO}0"),
-    "3 ranks, ZeRO 1, slots": ("torchrun", 3, f"{ZERO}1 {SLOTS}"),
-    "4 ranks, ZeRO 1 in three pieces": ("torchrun", 4, f"{ZERO}1 {PIECES}"),
-    "2 ranks, ZeRO 2 in three pieces": ("torchrun", 2, f"{ZERO}2 {PIECES}"),
-    "3 ranks, ZeRO 2": ("torchrun", 3, f"{ZERO}2"),
-    "4 ranks, ZeRO 2, slots": ("torchrun", 4, f"{ZERO}2 {SLOTS}"),
-    "2 ranks, ZeRO 3 in three pieces": ("torchrun", 2, f"{ZERO}3 {PIECES}"),
+MATRIX = {  # ranks, and the settings of each case
+    "one rank in three pieces": (1, PIECES),
+    "one rank, ZeRO 1": (1, f"{ZERO}1"),
+    "2 ranks, ZeRO 0, slots": (2, f"{ZERO}0 {SLOTS}"),
+    "2 ranks, ZeRO 2 in three pieces": (2, f"{ZERO}2 {PIECES}"),
+    "2 ranks, ZeRO 3 in three pieces": (2, f"{ZERO}3 {PIECES}"),
+    "3 ranks, slots": (3, SLOTS),
+    "3 ranks, ZeRO 0 in three pieces": (3, f"{ZERO}0 {PIECES}"),
+    "3 ranks, ZeRO 1, slots": (3, f"{ZERO}1 {SLOTS}"),
+    "3 ranks, ZeRO 2": (3, f"{ZERO}2"),
+    "4 ranks in three pieces": (4, PIECES),
+    "4 ranks, ZeRO 0": (4, f"{ZERO}0"),
+    "4 ranks, ZeRO 1 in three pieces": (4, f"{ZERO}1 {PIECES}"),
+    "4 ranks, ZeRO 2, slots": (4, f"{ZERO}2 {SLOTS}"),
 }
+WITH_PLUS = " ".join(f"objective.{name}={value}" for name, value in PLUS.items())
 MATRIX_PLUS = {
-    "2 ranks": ("torchrun", 2, SLOTS),
-    "3 ranks, ZeRO 1": ("torchrun", 3, f"{ZERO}1"),
+    "2 ranks, SOP+": (2, f"{WITH_PLUS} {SLOTS}"),
+    "3 ranks, SOP+, ZeRO 1": (3, f"{WITH_PLUS} {ZERO}1"),
 }
 
 
@@ -64,6 +66,26 @@ def train(digits: Path, tmp_path: Path) -> Train:
         return tmp_path / "runs" / "run"
 
     return start
+
+
+@pytest.fixture(scope="module")
+def trained(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The run of a case. All cases with the same number of ranks are trained by the same processes."""
+    cases = MATRIX | MATRIX_PLUS
+
+    @cache
+    def train_all(ranks: int) -> Path:
+        folder = tmp_path_factory.mktemp(f"ranks-{ranks}")
+        mine = [case for case in cases if cases[case][0] == ranks]
+        lines = [
+            ["--cfg", "demo", f"run.name={case}", *overrides(digits), "engine.kind=auto", *cases[case][1].split()]
+            for case in mine
+        ]
+        for case, ended in zip(mine, by_hand(folder, lines, ranks, timeout=400), strict=True):
+            assert [code for code, _ in ended] == [0] * ranks, (case, ended)
+        return folder
+
+    return lambda case: train_all(cases[case][0]) / "runs" / case
 
 
 def assert_same(folder: Path, plain: Trained) -> None:
@@ -117,7 +139,7 @@ def test_one_rank_trains_as_the_plain_loop(train: Train, plainly: Plainly) -> No
 def test_two_ranks_of_ddp_train_as_the_plain_loop(train: Train, plainly: Plainly) -> None:
     folder = train("torchrun", 2)
     assert_same(folder, plainly())
-    assert len(list(newest_checkpoint(folder).glob("noise-*-of-2.safetensors"))) == 2
+    assert len(list(newest_checkpoint(folder).glob("rank-*-of-2.safetensors"))) == 2
     assert sum(line["exchange_bytes_a_sample"] for line in lines_of(folder)) > 0
 
 
@@ -128,10 +150,9 @@ def test_two_ranks_of_deepspeed_zero_1_train_as_the_plain_loop(train: Train, pla
 @pytest.mark.long
 @pytest.mark.parametrize("case", MATRIX)
 def test_any_number_of_ranks_engine_layout_and_pieces_trains_as_the_plain_loop(
-    train: Train, plainly: Plainly, case: str
+    trained: Callable[[str], Path], plainly: Plainly, case: str
 ) -> None:
-    launcher, ranks, settings = MATRIX[case]
-    assert_same(train(launcher, ranks, *settings.split()), plainly())
+    assert_same(trained(case), plainly())
 
 
 @pytest.mark.long
@@ -159,7 +180,7 @@ def test_rows_of_the_last_step_of_an_epoch_are_up_to_date_in_the_first_step_of_t
 
 @pytest.mark.long
 @pytest.mark.parametrize("case", MATRIX_PLUS)
-def test_sop_plus_on_any_number_of_ranks_trains_as_the_plain_loop(train: Train, plainly: Plainly, case: str) -> None:
-    launcher, ranks, settings = MATRIX_PLUS[case]
-    plus = [f"objective.{name}={value}" for name, value in PLUS.items()]
-    assert_same(train(launcher, ranks, *plus, *settings.split()), plainly(**PLUS))
+def test_sop_plus_on_any_number_of_ranks_trains_as_the_plain_loop(
+    trained: Callable[[str], Path], plainly: Plainly, case: str
+) -> None:
+    assert_same(trained(case), plainly(**PLUS))

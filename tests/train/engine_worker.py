@@ -17,6 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
+from sopdist.checkpoint import verify_checkpoint
+from sopdist.checkpoint.pieces import share_out
+from sopdist.checkpoint.writing import CheckpointWriter, save_pieces
 from sopdist.train.engine import Engine
 from sopdist.train.optim import make_optimizer
 from sopdist.train.settings import EngineSettings, OptimSettings
@@ -76,6 +79,19 @@ def train(
     return norms
 
 
+def saved_optimizer(engine: Engine, folder: Path) -> dict[str, Tensor]:
+    """What the optimizer keeps, whole: as all ranks save it together, and as it is read again. Collective."""
+    world = engine.world
+    pieces = share_out(engine.common_state(), world.rank, world.size) | engine.own_state()
+    about = {"step": 0, "ranks": world.size, "best": 0.0, "engine": "", "fingerprint": {}, "config": {}}
+    save_pieces(pieces, CheckpointWriter(folder, world.rank, world.size, about), world.control)
+    saved, network = verify_checkpoint(folder), engine.network_state()
+    weights = saved.section("network/")
+    assert weights.keys() | engine.statistics().keys() == network.keys()
+    assert all(torch.equal(value, network[name]) for name, value in weights.items())
+    return saved.section("optimizer/")
+
+
 def compiled_graphs() -> int:
     """How many graphs torch.compile has made in this process."""
     return int(counters["stats"]["unique_graphs"])
@@ -103,11 +119,11 @@ def run(job: dict[str, Any], world: World) -> None:
     engine.eval()
     with torch.no_grad():
         logits = engine.forward(samples(99)[0])
-    result = {
-        "network": engine.network_state(), "optimizer": engine.optimizer_state(), "norms": norms, "logits": logits,
-        "graphs": compiled_graphs(),
-    }  # fmt: skip
     Path(job["out"]).parent.mkdir(parents=True, exist_ok=True)
+    result = {
+        "network": engine.network_state(), "optimizer": saved_optimizer(engine, Path(f"{job['out']}.saved")),
+        "norms": norms, "logits": logits, "graphs": compiled_graphs(),
+    }  # fmt: skip
     torch.save(result, f"{job['out']}.rank{world.rank}")
 
 

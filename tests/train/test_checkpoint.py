@@ -2,35 +2,33 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import save_file
 
-from sopdist.train.checkpoint import complete_checkpoints, find_checkpoint, read_tensors, write_tensors
+from sopdist.checkpoint import complete_checkpoints, open_checkpoint, verify_checkpoint
 from sopdist.train.running import run_config
+from tests.checkpoint.small_run import STEPS, train_whole
 from tests.e2e.launchers import run
 from tests.e2e.records import lines_of, losses_of, newest_checkpoint, table_in
-from tests.train.grey_images import write_images
 
-SAMPLES, BATCH = 61, 9  # 7 steps an epoch
-STEPS = 7
-CONFIG = f"""
-data: {{root: shards, split: train, recipe: digits, labels: wrong, threads: 1}}
-model: {{name: small_conv}}
-objective: {{visits: 1.5}}
-optim: {{lr: 0.05, warmup_epochs: 0.5}}
-train: {{epochs: 3, batch: {BATCH}}}
-engine: {{threads: 1}}
-evaluate: {{splits: {{val: val}}}}
-checkpoint: {{keep: 9}}
-log: {{every: 1, wandb: 'off'}}
+CONFIG = """
+data: {root: shards, split: train, recipe: digits, labels: wrong, threads: 1}
+model: {name: small_conv}
+objective: {visits: 1.5}
+optim: {lr: 0.05, warmup_epochs: 0.5}
+train: {epochs: 3, batch: 9}
+engine: {threads: 1}
+evaluate: {splits: {val: val}}
+checkpoint: {keep: 9}
+log: {every: 1, wandb: 'off'}
 """
 
 Train = Callable[..., Path]
@@ -39,14 +37,7 @@ Train = Callable[..., Path]
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with shards, a config, and the run `whole` of three epochs that was never stopped."""
-    folder = tmp_path_factory.mktemp("runs")
-    write_images(folder / "shards" / "train", SAMPLES)
-    write_images(folder / "shards" / "val", 30)
-    (folder / "small.yaml").write_text(CONFIG)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        assert run_config("small.yaml", ["run.name=whole"]) == 0
-    return folder
+    return train_whole(tmp_path_factory.mktemp("runs"), CONFIG)
 
 
 @pytest.fixture
@@ -68,7 +59,7 @@ def checkpoint(folder: Path, step: int) -> Path:
 def assert_same_ending(one: Path, other: Path) -> None:
     """Network, optimizer and noise table, bit for bit."""
     for name in ("network", "optimizer"):
-        found, wanted = (load_file(newest_checkpoint(run) / f"{name}.safetensors") for run in (one, other))
+        found, wanted = (open_checkpoint(newest_checkpoint(run)).section(f"{name}/") for run in (one, other))
         assert found.keys() == wanted.keys()
         assert all(torch.equal(found[key], wanted[key]) for key in wanted), name
     found, wanted = (table_in(newest_checkpoint(run)) for run in (one, other))
@@ -76,19 +67,13 @@ def assert_same_ending(one: Path, other: Path) -> None:
     assert wanted["u"].abs().max() > 0.01  # there was something to lose
 
 
-def state_of(folder: Path) -> dict[str, Any]:
-    state: dict[str, Any] = json.loads((folder / "state.json").read_text())
-    return state
-
-
 def test_checkpoints_are_written_after_each_epoch_and_say_what_they_are_of(place: Path) -> None:
     folders = complete_checkpoints(place / "runs" / "whole")
     assert [folder.name for folder in folders] == ["step-00000007", "step-00000014", "step-00000021"]
     for folder in folders:
-        names = {"network.safetensors", "optimizer.safetensors", "noise-0-of-1.safetensors", "state.json"}
-        assert {path.name for path in folder.iterdir()} == names
+        assert {path.name for path in folder.iterdir()} == {"rank-0-of-1.safetensors", "checkpoint.json", "complete"}
     evals = lines_of(place / "runs" / "whole", "eval")
-    assert [state_of(folder)["best"] for folder in folders] == [line["best"] for line in evals]
+    assert [verify_checkpoint(folder).best for folder in folders] == [line["best"] for line in evals]
 
 
 @pytest.mark.parametrize("network", ["small_conv", "mlp"])
@@ -98,7 +83,7 @@ def test_a_run_that_begins_from_a_checkpoint_goes_on_bit_for_bit(train: Train, p
     again = train(f"again-{network}", f"model.name={network}", resume=str(checkpoint(whole, STEPS)))
     assert [line["step"] for line in lines_of(again)] == list(range(STEPS + 1, 3 * STEPS + 1))
     assert [line["loss"] for line in lines_of(again)] == losses_of(whole)[STEPS:]
-    for kind, keys in (("eval", ("val/top1", "val/loss", "best")), ("noise", ("auroc", "rate", "flagged"))):
+    for kind, keys in (("eval", ("val/top1", "val/loss")), ("noise", ("auroc", "rate", "flagged"))):
         found, wanted = lines_of(again, kind), lines_of(whole, kind)[1:]
         assert [[line[key] for key in keys] for line in found] == [[line[key] for key in keys] for line in wanted]
     assert_same_ending(again, whole)
@@ -171,9 +156,9 @@ def test_a_checkpoint_of_another_run_is_refused_and_both_sides_are_named(
 
 def test_a_refused_resume_leaves_the_run_as_it_was(train: Train) -> None:
     folder = train("left-alone", "train.epochs=1")
-    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    before = {path: path.read_bytes() for path in folder.rglob("[!.]*") if path.is_file()}  # without the lock
     train("left-alone", "train.epochs=1", "model.name=mlp", resume="auto", code=1)
-    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    assert {path: path.read_bytes() for path in folder.rglob("[!.]*") if path.is_file()} == before
 
 
 def test_going_back_forgets_what_came_after(train: Train) -> None:
@@ -191,16 +176,13 @@ def test_a_checkpoint_of_another_run_does_not_go_on_in_a_folder_that_holds_a_run
     assert "is of another run, and runs/taken holds one already" in capsys.readouterr().err
 
 
-def test_incomplete_checkpoints_do_not_count(place: Path, tmp_path: Path) -> None:
-    assert find_checkpoint(tmp_path, "auto") is None
-    assert find_checkpoint(tmp_path, "none") is None
-    good = checkpoint(tmp_path, 7)
-    shutil.copytree(checkpoint(place / "runs" / "whole", 7), good)
-    shutil.copytree(good, tmp_path / "checkpoints" / "step-00000014.partial")
-    checkpoint(tmp_path, 21).mkdir()
-    assert find_checkpoint(tmp_path, "auto") == good
-    assert find_checkpoint(Path("elsewhere"), str(tmp_path)) == good
-    assert find_checkpoint(Path("elsewhere"), str(good)) == good
+def test_incomplete_checkpoints_are_ignored_and_removed_at_the_next_start(train: Train) -> None:
+    folder = train("incomplete", "train.max_steps=9")
+    shutil.copytree(checkpoint(folder, 9), checkpoint(folder, 11))
+    (checkpoint(folder, 11) / "complete").unlink()
+    shutil.copytree(checkpoint(folder, 7), folder / "checkpoints" / "step-00000014.partial")  # as format 1 left them
+    train("incomplete", "train.max_steps=9", resume="auto")
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step-00000007", "step-00000009"]
 
 
 def test_a_checkpoint_that_is_not_there_is_an_error_of_the_option(
@@ -210,35 +192,90 @@ def test_a_checkpoint_that_is_not_there_is_an_error_of_the_option(
     assert "--resume runs/nobody: neither a checkpoint nor a run with one" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["network.safetensors", "optimizer.safetensors", "noise-0-of-1.safetensors"])
-def test_a_damaged_file_of_a_checkpoint_is_named(
-    train: Train, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+@pytest.mark.parametrize("name", ["rank-0-of-1.safetensors", "checkpoint.json", "complete"])
+def test_auto_falls_back_to_the_one_before_a_damaged_checkpoint_and_says_so(
+    train: Train, place: Path, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    folder = train(f"damaged-{name}", "train.max_steps=14", "optim.schedule=constant")
+    newest = checkpoint(folder, 14)
+    content = bytearray((newest / name).read_bytes())
+    content[len(content) // 2] ^= 1
+    (newest / name).write_bytes(content)
+    with caplog.at_level(logging.WARNING, "sopdist.train"):
+        train(f"damaged-{name}", "optim.schedule=constant", resume="auto")
+    assert "step-00000014 CANNOT BE USED, the one before is tried" in caplog.text
+    assert str(newest.relative_to(place)) in caplog.text
+    assert (folder / "checkpoints" / "step-00000014.damaged").is_dir()
+    assert len(losses_of(folder)) == 3 * STEPS
+
+
+def test_a_damaged_checkpoint_that_was_asked_for_is_an_error(
+    train: Train, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     damaged = tmp_path / "step-00000007"
     shutil.copytree(checkpoint(place / "runs" / "whole", STEPS), damaged)
-    content = (damaged / name).read_bytes()
-    (damaged / name).write_bytes(content[: len(content) // 2])
-    train(f"damaged-{name}", resume=str(damaged), code=1)
-    assert f"{damaged / name}: cannot be read" in capsys.readouterr().err
+    file = damaged / "rank-0-of-1.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    train("asked-for", resume=str(damaged), code=1)
+    assert f"{file}: is damaged: it has" in capsys.readouterr().err
+
+
+def test_a_run_of_which_no_checkpoint_is_intact_does_not_begin_anew_in_silence(
+    train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = train("all-damaged", "train.epochs=2")
+    for path in complete_checkpoints(folder):
+        (path / "rank-0-of-1.safetensors").unlink()
+    before = (folder / "metrics.jsonl").read_text()
+    train("all-damaged", "train.epochs=2", resume="auto", code=1)
+    assert "no checkpoint is intact of 2" in capsys.readouterr().err
+    assert (folder / "metrics.jsonl").read_text() == before
+
+
+def old_format(saved: Path, folder: Path) -> Path:
+    """A checkpoint as sopdist wrote them at first, with the content of one of today's."""
+    folder.mkdir(parents=True)
+    found = open_checkpoint(saved)
+    save_file(found.network(), folder / "network.safetensors")
+    save_file(found.section("optimizer/"), folder / "optimizer.safetensors")
+    save_file(found.section("noise/0/"), folder / "noise-0-of-1.safetensors")
+    state = {
+        "format": 1, "sopdist": "0.1.0", "torch": torch.__version__, "step": found.step, "best": found.best, "ranks": 1,
+        "fingerprint": {key: value for key, value in found.fingerprint.items() if key != "objective.layout"},
+    }  # fmt: skip
+    (folder / "state.json").write_text(json.dumps(state))
+    return folder
+
+
+@pytest.mark.parametrize("network", ["small_conv", "mlp"])
+def test_a_checkpoint_of_the_first_format_goes_on(train: Train, place: Path, tmp_path: Path, network: str) -> None:
+    whole = place / "runs" / "whole" if network == "small_conv" else train("old-mlp", "model.name=mlp")
+    old = old_format(checkpoint(whole, STEPS), tmp_path / "step-00000007")
+    again = train(f"again-old-{network}", f"model.name={network}", resume=str(old))
+    assert [line["loss"] for line in lines_of(again)] == losses_of(whole)[STEPS:]
+    assert_same_ending(again, whole)
 
 
 def test_a_checkpoint_that_lacks_rows_or_is_of_another_format_is_refused(
     train: Train, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lacking = tmp_path / "step-00000007"
-    shutil.copytree(checkpoint(place / "runs" / "whole", STEPS), lacking)
+    whole = checkpoint(place / "runs" / "whole", STEPS)
+    lacking = old_format(whole, tmp_path / "step-00000007")
     (lacking / "noise-0-of-1.safetensors").unlink()
     train("lacking", resume=str(lacking), code=1)
-    assert "has no rows of the noise table" in capsys.readouterr().err
-    state = state_of(lacking) | {"format": 99, "sopdist": "7.0"}
-    (lacking / "state.json").write_text(json.dumps(state))
-    train("future", resume=str(lacking), code=1)
-    told = capsys.readouterr().err
-    assert "has format 99" in told
-    assert "the sopdist that wrote it: 7.0" in told
+    assert "has no noise table" in capsys.readouterr().err
     (lacking / "state.json").write_text("{")
     train("torn", resume=str(lacking), code=1)
     assert f"{lacking / 'state.json'}: cannot be read" in capsys.readouterr().err
+    future = tmp_path / "future"
+    shutil.copytree(whole, future)
+    content = (whole / "checkpoint.json").read_text().replace('"format": 2', '"format": 99').encode()
+    (future / "checkpoint.json").write_bytes(content)
+    (future / "complete").write_text(hashlib.sha256(content).hexdigest() + "\n")
+    train("future", resume=str(future), code=1)
+    told = capsys.readouterr().err
+    assert "has format 99" in told
+    assert "the sopdist that wrote it" in told
 
 
 def test_only_the_newest_checkpoints_are_kept_and_every_says_how_often(train: Train) -> None:
@@ -264,14 +301,6 @@ def test_a_checkpoint_that_cannot_be_written_costs_a_warning_not_the_run(
     assert len(losses_of(folder)) == STEPS
 
 
-def test_tensors_come_back_as_they_were_written(tmp_path: Path) -> None:
-    tensors = {"a.b": torch.randn(3, 4).t(), "c": torch.tensor(7), "d": torch.zeros(0, 5, dtype=torch.int32)}
-    write_tensors(tmp_path / "x.safetensors", tensors)
-    found = read_tensors(tmp_path / "x.safetensors")
-    assert found.keys() == tensors.keys()
-    assert all(torch.equal(found[name], tensors[name]) for name in tensors)
-
-
 @pytest.mark.long
 def test_a_run_goes_on_with_more_or_fewer_ranks_and_with_another_engine(place: Path) -> None:
     """One rank, two ranks of DDP, ZeRO 1, three ranks, and back to one: an epoch each, as one rank alone."""
@@ -286,7 +315,7 @@ def test_a_run_goes_on_with_more_or_fewer_ranks_and_with_another_engine(place: P
         assert ended.code == 0, ended.told
         written = newest_checkpoint(place / "runs" / "wanders")
         assert written.name == f"step-{epoch * STEPS:08d}"
-        assert len(list(written.glob(f"noise-*-of-{ranks}.safetensors"))) == ranks
+        assert len(list(written.glob(f"rank-*-of-{ranks}.safetensors"))) == ranks
     whole, wandered = place / "runs" / "constant", place / "runs" / "wanders"
     assert losses_of(wandered) == pytest.approx(losses_of(whole)[: 5 * STEPS], rel=1e-4)
     found, wanted = table_in(newest_checkpoint(wandered)), table_in(checkpoint(whole, 5 * STEPS))

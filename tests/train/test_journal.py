@@ -130,21 +130,6 @@ def test_a_resumed_runs_record_equals_that_of_one_that_was_never_interrupted(tmp
     assert (tmp_path / "through" / SUMMARY_CSV).read_bytes() == (tmp_path / "cut" / SUMMARY_CSV).read_bytes()
 
 
-def test_what_was_written_at_the_step_of_the_checkpoint_is_not_written_twice(tmp_path: Path) -> None:
-    """A checkpoint may be saved between the lines of a step; those that were not there yet are added."""
-    journal = make_journal(tmp_path)
-    journal.log("train", 5, 0, {"loss": 1.0})
-    journal.log("eval", 5, 0, {"val/top1": 0.5})
-    journal = make_journal(tmp_path)
-    journal.rewind(5)
-    log_epoch(journal, 0, 0.5)
-    log_epoch(journal, 1, 0.6)
-    journal.log("eval", 5, 0, {"val/top1": 0.4})  # another one of that step is new
-    kinds = [(line["kind"], line["step"]) for line in lines_of(tmp_path)]
-    at_five = [("train", 5), ("eval", 5), ("noise", 5)]
-    assert kinds == [*at_five, ("train", 10), ("eval", 10), ("noise", 10), ("eval", 5)]
-
-
 def test_a_resumed_runs_bar_goes_on_where_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     journal = make_journal(tmp_path, 40)
     journal.rewind(30)

@@ -90,7 +90,7 @@ def test_a_rewound_file_equals_that_of_a_run_that_was_never_interrupted(tmp_path
     with resumed.path.open("a") as file:
         file.write('{"kind": "train", "st')
     again = MetricsFile(resumed.path)
-    assert [record["step"] for record in again.rewind(5)] == [1, 2, 3, 4, 5]
+    again.rewind(5)
     for step in range(6, 11):
         again.add(line(step, loss=1 / step, name="ä"))
     assert again.path.read_bytes() == through.path.read_bytes()

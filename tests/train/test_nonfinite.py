@@ -19,9 +19,11 @@ from torch import Tensor, nn
 
 from sopdist.config import build
 from sopdist.data.batch import Batch
+from sopdist.train.checkpoint import Saver
 from sopdist.train.config import Config
 from sopdist.train.loop import train
 from sopdist.train.nonfinite import NonFiniteError, NonFiniteGuard
+from sopdist.train.preemption import Requests
 from sopdist.train.session import Session, begin_record, open_session
 from sopdist.train.world import Place, open_world
 from tests.data.small_splits import samples, write_split
@@ -48,7 +50,7 @@ def opened(split: Path, folder: Path, **changes: Any) -> Iterator[Session]:
     for section, values in changes.items():
         tree[section] = tree.get(section, {}) | values
     world = open_world(Place(), build(Config, tree).engine)
-    session = open_session(build(Config, tree), world, resume=False)
+    session = open_session(build(Config, tree), world, Requests("python"), resume=False)
     begin_record(session, resume=False)
     try:
         yield session
@@ -87,7 +89,7 @@ def test_single_steps_that_are_not_finite_are_forgiven_told_and_counted(
     with opened(split, tmp_path, objective={"name": objective}) as session:
         break_at(session, {1: None, 4: 2, 5: 0})  # 4 and 5 are two in a row, as many as are allowed
         with caplog.at_level(logging.WARNING):
-            train(session)
+            train(session, Saver(session))
         assert session.step == 4 * STEPS
         assert [line["nonfinite"] for line in trained_lines(session)] == [0, 8, 0, 0, 1, 1, 0, 0, 0, 0, 0, 0]
         assert all(torch.isfinite(value).all() for value in session.engine.network_state().values())
@@ -105,7 +107,7 @@ def test_a_sample_that_is_not_finite_moves_nothing(split: Path, tmp_path: Path) 
         settings = {"lr": 0.5 if name == "all" else 0.0, "momentum": 0.0, "weight_decay": 0.0}
         with opened(split, tmp_path / name, optim=settings, train={"max_steps": 1}) as session:
             break_at(session, calls)
-            train(session)
+            train(session, Saver(session))
             weights.append(dict(session.engine.network.named_parameters()))
     for name, value in weights[0].items():
         assert torch.equal(value, weights[1][name]), name
@@ -115,7 +117,7 @@ def test_too_many_in_a_row_end_the_run_with_the_samples_of_the_last_step(split: 
     with opened(split, tmp_path) as session:
         break_at(session, {0: None, 2: None, 3: 1, 4: None})
         with pytest.raises(NonFiniteError) as caught:
-            train(session)
+            train(session, Saver(session))
         rows = session.stream.plan(1).rows
         dump = json.loads((session.folder / "nonfinite-step-4.json").read_text())
     assert (dump["step"], dump["epoch"], dump["steps in a row"]) == (4, 1, 3)
@@ -134,7 +136,7 @@ def test_only_the_samples_of_the_bad_piece_are_named(split: Path, tmp_path: Path
     with opened(split, tmp_path, train={"accumulate": 4, "max_nonfinite_steps": 0}) as session:
         break_at(session, {6: 1})  # the third piece, of samples 4 and 5, of the second step
         with pytest.raises(NonFiniteError, match="for 1 steps in a row"):
-            train(session)
+            train(session, Saver(session))
         expected = int(session.stream.plan(0).rows[1][5])
         dump = json.loads((session.folder / "nonfinite-step-1.json").read_text())
     assert [sample["index"] for sample in dump["samples"]] == [expected]
@@ -146,7 +148,7 @@ def test_a_dump_that_cannot_be_written_does_not_hide_the_reason(split: Path, tmp
         session.journal = None  # it would complain about its files
         shutil.rmtree(session.folder)
         with pytest.raises(NonFiniteError, match=r"the last is step 0, .* cannot be written: .*No such file"):
-            train(session)
+            train(session, Saver(session))
 
 
 @pytest.fixture(scope="module")

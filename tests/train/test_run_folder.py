@@ -13,8 +13,9 @@ import pytest
 
 from sopdist.config import ConfigError, build, load_config, to_tree
 from sopdist.data.errors import DataError
+from sopdist.train import run_folder
 from sopdist.train.config import Config
-from sopdist.train.run_folder import CONFIG, METRICS, SUMMARY_JSON, open_run, shown
+from sopdist.train.run_folder import CONFIG, METRICS, SUMMARY_JSON, find_run, lock_run, open_run, shown
 from tests.data.test_prepare_again import can_mount
 
 SECRETS = ("hunter2", "abc123")
@@ -135,3 +136,32 @@ def test_a_disk_that_is_full_is_found_before_anything_begins(tmp_path: Path, siz
     result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
     assert ("refused: runs/first: " + message in result.stdout) if message else not result.stdout
+
+
+def test_a_folder_that_has_only_checkpoints_holds_a_run_too(tmp_path: Path) -> None:
+    """They may have been copied from elsewhere; a run that began anew would remove them."""
+    settings = make_config(tmp_path)
+    saved = find_run(settings, resume=False) / "checkpoints" / "step-00000007"
+    saved.mkdir(parents=True)
+    (saved / "complete").touch()
+    with pytest.raises(DataError, match="holds a run already: --resume auto goes on with it"):
+        find_run(settings, resume=False)
+    find_run(settings, resume=True)
+
+
+def test_two_processes_do_not_work_on_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_folder, "_PATIENCE", 0.3)
+    program = "import sys, pathlib; from sopdist.train.run_folder import lock_run; "
+    program += "lock = lock_run(pathlib.Path(sys.argv[1])); print('locked', flush=True); sys.stdin.read()"
+    with subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "locked\n"
+        with pytest.raises(DataError, match=rf"another process works on this run: pid {other.pid} on .*sopdist stop"):
+            lock_run(tmp_path)
+        other.kill()
+        other.wait(30)
+    lock = lock_run(tmp_path)  # whoever is gone holds nothing
+    assert lock is not None
+    lock.close()

@@ -25,7 +25,7 @@ from ...data.commands.arguments import whole
 from ...data.errors import DataError
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
     from ...data.stream import Stream
     from ..config import Config
@@ -112,11 +112,10 @@ def _open(config: Config, weights: Path, world: World) -> tuple[nn.Module, dict[
     """The network on this rank's device, and a stream for each split."""
     from ...data.augment.recipes import find_recipe
     from ...models import make_model
-    from ..checkpoint import read_tensors
     from ..evaluate import open_evaluations
     from ..session import data_for_rank
 
-    state, classes = read_tensors(weights), _classes(config)
+    state, classes = _weights(weights), _classes(config)
     recipe = find_recipe(config.data.recipe)
     bare = replace(config.model, pretrained=False, weights="")
     network = make_model(bare, channels=1 if recipe.grey else 3, size=recipe.size, classes=len(classes))
@@ -130,20 +129,29 @@ def _open(config: Config, weights: Path, world: World) -> tuple[nn.Module, dict[
 
 
 def find_network(path: Path, which: str | None) -> tuple[Path, Path]:
-    """The run's folder, and the file of the network that is meant: `which`, or the best if there is one."""
-    from ..checkpoint import BEST, LAST, NETWORK, STATE
+    """The run's folder, and its network: a file, `which` or the best if there is one, or a checkpoint."""
+    from ...checkpoint.folder import is_complete
+    from ..checkpoint import BEST, LAST
     from ..run_folder import CONFIG
 
-    if (path / STATE).is_file() and (path / NETWORK).is_file():
-        return path.parent.parent, path / NETWORK
+    if is_complete(path):
+        return path.parent.parent, path
     if not (path / CONFIG).is_file():
-        raise DataError(f"{path}: neither a run nor a checkpoint: it has no {CONFIG} and no {STATE}")
+        raise DataError(f"{path}: neither a run nor a checkpoint that is complete")
     for name in {"best": (BEST,), "last": (LAST,), None: (BEST, LAST)}[which]:
         if (path / name).is_file():
             return path, path / name
     if which == "best" and (path / LAST).is_file():
         raise DataError(f"{path}: has no {BEST}, because no split was named to choose it by; --which last takes {LAST}")
     raise DataError(f"{path}: has no {LAST} yet; name one of its checkpoints, or let the run finish")
+
+
+def _weights(where: Path) -> dict[str, Tensor]:
+    """Of a file or a checkpoint."""
+    from ...checkpoint import verify_checkpoint
+    from ...checkpoint.tensor_file import read_tensors
+
+    return verify_checkpoint(where).network() if where.is_dir() else read_tensors(where)
 
 
 def named_splits(texts: list[str]) -> dict[str, str]:

@@ -109,8 +109,9 @@ def make_plan(config: Config, found: Found, ranks: int) -> dict[str, Any]:
         in_bytes = forecast.engine_of(config, network, ranks)
         engine = {**asdict(in_bytes), "bytes": in_bytes.nbytes}
         size = forecast.checkpoint_bytes(config, network, table)
-        # The one being written is complete before the oldest goes; the best and the last network come on top.
-        kept = config.checkpoint.keep + 1 if config.checkpoint.every else 0
+        # The best one stays, and the one being written is complete before the oldest goes. Networks come on top.
+        saves = config.checkpoint.every or config.checkpoint.steps or config.checkpoint.minutes
+        kept = config.checkpoint.keep + 2 if saves else 0
         checkpoint = {"bytes": size, "kept_bytes": kept * size + 2 * network.nbytes}
     return {
         "run": config.run.name,

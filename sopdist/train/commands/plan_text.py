@@ -105,7 +105,7 @@ def _network_rows(plan: dict[str, Any]) -> list[Row]:
             "disk",
             "at most at a time",
             _size(checkpoint["kept_bytes"]),
-            "checkpoint.keep and one more; the best and the last network",
+            "checkpoint.keep, the best, one being written; the best and the last network",
         ),
     ]
 

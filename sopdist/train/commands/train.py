@@ -12,7 +12,12 @@ A config is a YAML file; its name may stand for a file in configs/. `key=value` 
 
 The run's folder (run.folder/run.name) gets the resolved config, metrics.jsonl, summary.json, summary.csv, checkpoints.
 
-exit codes: 0 finished, 1 data or files, 2 config, 3 the loss is not finite, 70 another rank was lost, 130 interrupted
+A run saves itself as checkpoint.* says. SIGTERM or SIGUSR1 to any rank, or `sopdist stop`, make it save and end with
+code 75 after the step at hand (a launcher may make another code of it; summary.json says "preempted"). The same command
+with --resume auto goes on, on any number of ranks.
+
+exit codes: 0 finished, 1 data or files, 2 config, 3 the loss is not finite, 70 another rank was lost,
+            75 asked to stop and saved, 130 interrupted
 """
 
 from __future__ import annotations
@@ -27,6 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="keys of the config to change")
     resume = "go on from the run's newest checkpoint, if there is one (auto), from a given one, or begin anew (default)"
     parser.add_argument("--resume", default="none", metavar="auto|PATH|none", help=resume)
+    allow = "go on although this differs from the checkpoint: labels, objective.name, objective.variant or optim.name; "
+    allow += "may be given several times"
+    parser.add_argument("--allow-change", action="append", default=[], metavar="KEY", help=allow)
     parser.add_argument("--help-config", action="store_true", help="print every key with its default and meaning")
     # The deepspeed launcher adds this; the environment says it, too.
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
@@ -45,4 +53,4 @@ def run(args: argparse.Namespace) -> int:
 
     if args.cfg is None:
         raise ConfigError("--cfg: which config? It is a file, or a name in configs/; --help-config explains its keys")
-    return run_config(args.cfg, args.overrides, resume=args.resume)
+    return run_config(args.cfg, args.overrides, resume=args.resume, allow_change=args.allow_change)

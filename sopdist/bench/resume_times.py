@@ -1,0 +1,52 @@
+"""How long a run takes to its first batch when it goes on from an early, a middle and a late step of an epoch; and how
+long it would take to read again all that came before. One process; nothing but the input pipeline depends on the step.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ..data.settings import DataSettings
+from ..data.stream import Stream
+from .photos import photo_jpegs, write_photo_shards
+
+_SHARD, _PICTURES = 64, 64
+EPOCH = 1
+
+
+def first_batches(samples: int, batch: int, rounds: int) -> tuple[dict[int, list[float]], float]:
+    """Seconds to the first batch, of each round, by the step that it belongs to; seconds to read the whole epoch."""
+    with tempfile.TemporaryDirectory(prefix="sopdist-bench-") as name:
+        folder = Path(name)
+        write_photo_shards(folder, photo_jpegs(_PICTURES), "jpg", _SHARD, copies=-(-samples // _PICTURES))
+        with _opened(folder, batch) as stream:
+            steps = stream.steps
+            begun = time.perf_counter()
+            for _ in stream.epoch(EPOCH):
+                pass
+            whole = time.perf_counter() - begun
+        found: dict[int, list[float]] = {step: [] for step in (0, steps // 2, steps - 1)}
+        for _ in range(rounds):
+            for step, seconds in found.items():
+                seconds.append(_first_batch(folder, batch, step))
+    return found, whole
+
+
+def _first_batch(folder: Path, batch: int, step: int) -> float:
+    begun = time.perf_counter()
+    with _opened(folder, batch) as stream:
+        next(iter(stream.epoch(EPOCH, step)))
+        return time.perf_counter() - begun
+
+
+@contextmanager
+def _opened(folder: Path, batch: int) -> Iterator[Stream]:
+    stream = Stream(DataSettings(root=str(folder), recipe="imagenet", threads=1), batch, seed=0)
+    try:
+        yield stream
+    finally:
+        stream.close()

@@ -1,0 +1,141 @@
+"""Going on from a checkpoint: which one, whether it is intact and of this run, and its state back in place.
+
+Works for checkpoints of any engine and any number of ranks. At the same number of ranks the run goes on as if it had
+never stopped, bit for bit; at another, all that is saved is the same, and sums over ranks are rounded in another order.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..checkpoint import Saved, complete_checkpoints, open_checkpoint, verify_checkpoint
+from ..checkpoint.folder import clean, forget_after, is_complete, set_aside
+from ..data.errors import DataError
+from .fingerprint import compare, fingerprint
+from .session import Session
+from .tally import SUMS
+from .world import TogetherError, World
+
+_logger = logging.getLogger("sopdist.train")
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run begins."""
+
+    folder: Path | None = None  # the checkpoint; None: at the beginning
+    damaged: list[Path] = field(default_factory=list)  # newer ones that cannot be used
+
+
+def find_start(world: World, run: Path, resume: str) -> Start:
+    """The checkpoint that `--resume` means. Collective; nothing is written.
+
+    `auto` is the newest of the run that is intact, if there is one. The ranks share the reading of its files.
+    """
+    if resume == "none":
+        return Start()
+    if resume != "auto":
+        folder = Path(world.on_first(lambda: str(_named(run, resume))))
+        world.agree(lambda: verify_checkpoint(folder, world.rank, world.size))
+        return Start(folder)
+    candidates = world.on_first(lambda: [str(path) for path in complete_checkpoints(run)])
+    damaged: list[Path] = []
+    for folder in (Path(name) for name in reversed(candidates)):
+        try:
+            world.agree(lambda folder=folder: verify_checkpoint(folder, world.rank, world.size))  # type: ignore[misc]
+        except TogetherError as error:
+            damaged.append(folder)
+            if world.rank == 0:
+                _logger.warning("%s CANNOT BE USED, the one before is tried: %s", folder.name, error)
+        else:
+            return Start(folder, damaged)
+    if damaged:
+        raise TogetherError(
+            f"{run}: no checkpoint is intact of {len(damaged)}; run.name=... begins another run, "
+            f"--resume PATH goes on from elsewhere"
+        )
+    return Start()
+
+
+def load_checkpoint(session: Session, folder: Path, allow: Collection[str] = ()) -> None:
+    """Go on from a checkpoint. Collective; refuses one of another run, and says what differs."""
+    world, engine = session.world, session.engine
+    saved = world.agree(lambda: open_checkpoint(folder))
+    allowed = world.agree(lambda: compare(folder, saved.fingerprint, fingerprint(session), allow))
+    if allowed and world.rank == 0:
+        _logger.warning("%s: goes on, as allowed, with %s", folder, "; ".join(allowed))
+    own = world.rank if saved.ranks == world.size else None  # the rank whose part this one goes on with
+    network = world.agree(lambda: saved.section("network/") | saved.statistics(own))
+    sound = world.agree(lambda: saved.section("sound/"))
+    optimizer = world.agree(lambda: {} if _changed(saved, session, "optim.name") else saved.section("optimizer/"))
+    try:  # these talk to other ranks themselves, and what is wrong with a file is wrong for all of them
+        engine.load_network_state(network, sound)
+        engine.load_optimizer_state(optimizer)
+    except DataError as error:
+        raise TogetherError(f"{folder}: {error}") from None
+    about = saved.index.about
+    engine.load_loss_scale(about.get("loss_scale", {}))
+    world.agree(lambda: _load_rows(session, saved))
+    sums = world.agree(lambda: _tally(saved, world))
+    if sums is not None and sums[:-1].shape == session.tally.sums.shape:  # another sopdist may count other things
+        session.tally.sums.copy_(sums[:-1])
+        session.carried_samples, session.unreadable_before = int(sums[SUMS.index("samples")]), int(sums[-1])
+    session.step = saved.step
+    if folder.resolve().parent.parent == session.folder.resolve():  # another run's best network stays with it
+        session.best, session.best_step = saved.best, int(about.get("best_step", -1))
+    session.unreadable, session.failed_saves = int(about.get("unreadable", 0)), int(about.get("failed_saves", 0))
+
+
+def begin_from(session: Session, start: Start) -> None:
+    """The run has begun: put aside what is damaged, and remove what is not complete or from later. Collective."""
+
+    def tidy() -> None:
+        for folder in start.damaged:
+            set_aside(folder)
+        clean(session.folder)
+        forget_after(session.folder, session.step)
+        session.requests.watch(session.folder, session.config.checkpoint.minutes)
+
+    session.world.on_first(tidy)
+
+
+def _named(run: Path, resume: str) -> Path:
+    path = Path(resume)
+    complete = [path] if is_complete(path) else complete_checkpoints(path)
+    if not complete:
+        raise DataError(f"--resume {resume}: neither a checkpoint nor a run with one")
+    if complete_checkpoints(run) and complete[-1].resolve().parent.parent != run.resolve():
+        raise DataError(
+            f"--resume {resume}: is of another run, and {run} holds one already: run.name=... names a new one"
+        )
+    return complete[-1]
+
+
+def _changed(saved: Saved, session: Session, key: str) -> bool:
+    return bool(saved.fingerprint.get(key) != fingerprint(session)[key])
+
+
+def _load_rows(session: Session, saved: Saved) -> None:
+    if session.objective.sop is None or (not saved.has_noise and _changed(saved, session, "objective.name")):
+        return
+    table = session.objective.sop.table
+    try:
+        table.load_state_dict(saved.noise(table.first, table.stride))
+    except (ValueError, RuntimeError) as error:
+        raise DataError(f"{saved.folder}: {error}") from None
+
+
+def _tally(saved: Saved, world: World) -> Tensor | None:
+    """Sums since the last line of metrics.jsonl: a rank's own, or, if the ranks were others, all of them for rank 0."""
+    if "tally/0" not in saved.tensors:
+        return None
+    if saved.ranks == world.size:
+        return saved.read(f"tally/{world.rank}")
+    total = torch.stack([saved.read(f"tally/{rank}") for rank in range(saved.ranks)]).sum(0)
+    return total if world.rank == 0 else torch.zeros_like(total)

@@ -1,0 +1,124 @@
+"""A rank that saves and loads an awkward network under every stage of ZeRO, and fails if anything is not as it was.
+
+torchrun ... -m tests.checkpoint.zero_worker FOLDER
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from sopdist.checkpoint import verify_checkpoint
+from sopdist.checkpoint.pieces import share_out
+from sopdist.checkpoint.writing import CheckpointWriter, save_pieces
+from sopdist.train.engine import Engine
+from sopdist.train.optim import make_optimizer
+from sopdist.train.settings import EngineSettings, OptimSettings
+from sopdist.train.world import World, find_place, open_world
+from tests.checkpoint.checkpoints import about
+
+SIDE = 331  # a prime, whose square is past what ZeRO 3 leaves whole
+
+
+class Awkward(nn.Module):
+    """Frozen weights in between, two layers that share theirs, a number alone, a layer without numbers, odd sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(7, SIDE)
+        self.frozen = nn.Linear(SIDE, SIDE).requires_grad_(False)
+        self.norm = nn.BatchNorm1d(SIDE)
+        self.tied = nn.Linear(SIDE, SIDE, bias=False)
+        self.again = nn.Linear(SIDE, SIDE)
+        self.again.weight = self.tied.weight
+        self.scale = nn.Parameter(torch.ones(1))
+        self.last = nn.Linear(SIDE, 3)
+
+    def forward(self, values: Tensor) -> Tensor:
+        hidden = self.norm(self.frozen(self.first(values)).relu())
+        hidden = self.again(self.tied(hidden).relu()) * self.scale
+        logits: Tensor = self.last(hidden)
+        return logits
+
+
+def make_engine(world: World, stage: int, optimizer: str) -> Engine:
+    settings = EngineSettings(kind="deepspeed", zero=stage, threads=1, timeout=120)
+    network = Awkward()
+    optim = OptimSettings(name=optimizer, lr=0.01)
+    return Engine(world, settings, network, make_optimizer(optim, network), accumulate=1, clip=0.0, batch=4)
+
+
+def train(engine: Engine, world: World, steps: range) -> None:
+    engine.train()
+    for step in steps:
+        generator = torch.Generator().manual_seed(step * 10 + world.rank)
+        with engine.piece(last=True):
+            engine.backward(engine.forward(torch.randn(4, 7, generator=generator)).square().mean())
+        engine.step()
+
+
+def momenta(engine: Engine) -> dict[str, Tensor]:
+    """What the optimizer keeps of each weight, as DeepSpeed itself puts it together. Collective."""
+    from deepspeed.utils import safe_get_full_optimizer_state
+
+    inner = engine._wrapped.optimizer.optimizer
+    keys = [key for key, value in next(iter(inner.state.values())).items() if torch.is_tensor(value) and value.dim()]
+    return {
+        f"{name}/{key}": safe_get_full_optimizer_state(parameter, key).clone()
+        for name, parameter in engine.network.named_parameters()
+        if parameter.requires_grad
+        for key in keys
+    }
+
+
+def save(engine: Engine, world: World, folder: Path) -> None:
+    own = {f"statistics/{world.rank}/{name}": value for name, value in engine.statistics().items()}
+    pieces = share_out(engine.common_state(), world.rank, world.size) | engine.own_state() | share_out(own, 0, 1)
+    save_pieces(pieces, CheckpointWriter(folder, world.rank, world.size, about(0, world.size)), world.control)
+
+
+def check(world: World, folder: Path, stage: int, optimizer: str) -> None:
+    """Save after two steps; what is read is what DeepSpeed has; a new engine with it goes on as the old one does."""
+    engine = make_engine(world, stage, optimizer)
+    train(engine, world, range(2))
+    network, wanted = engine.network_state(), momenta(engine)
+    save(engine, world, folder)
+    saved = verify_checkpoint(folder)
+    weights, kept = saved.section("network/"), saved.section("optimizer/")
+    assert weights.keys() | engine.statistics().keys() == network.keys()
+    assert all(torch.equal(weights[name], network[name]) for name in weights)
+    steps = {name: value for name, value in kept.items() if value.dim() == 0 and name.endswith("/step")}
+    assert kept.keys() - steps.keys() == wanted.keys(), sorted(kept.keys() ^ wanted.keys())
+    assert all(torch.equal(kept[name], wanted[name].view_as(kept[name])) for name in wanted)
+    assert bool(steps) == (optimizer == "adamw")
+    assert all(float(value) == 2 for value in steps.values())
+    other = make_engine(world, stage, optimizer)
+    other.load_network_state(saved.section("network/") | saved.statistics(world.rank))
+    other.load_optimizer_state(kept)
+    for one in (engine, other):
+        train(one, world, range(2, 4))
+    found, expected = other.network_state(), engine.network_state()
+    different = [name for name in expected if not torch.equal(found[name], expected[name])]
+    assert not different, different
+    assert torch.equal(found["frozen.weight"], Awkward().frozen.weight)
+    assert torch.equal(found["again.weight"], found["tied.weight"])
+
+
+def main() -> None:
+    folder = Path(sys.argv[-1])
+    world = open_world(find_place(os.environ), EngineSettings(kind="deepspeed", threads=1, timeout=120))
+    for stage in (1, 2, 3):
+        for optimizer in ("sgd", "adamw"):
+            check(world, folder / f"zero-{stage}-{optimizer}", stage, optimizer)
+            if world.rank == 0:
+                print(f"ZeRO {stage}, {optimizer}: as it was", flush=True)
+    world.close()
+
+
+if __name__ == "__main__":
+    main()
