@@ -2,7 +2,8 @@
 
 A thread of each rank looks several times a second whether the other ranks of its host still run. Between hosts one
 rank of each host gives a sign of life through a store. Whoever finds a rank missing says so in one line, gives the main
-thread a few seconds to fail by itself (a broken connection often does it), and ends its own process with the code LOST.
+thread a few seconds to fail by itself (a broken connection often does it), and ends its own process with the code LOST,
+or, where somebody has interrupted this rank as well, with that of an interrupt.
 
 Knows processes and hosts, nothing of training.
 """
@@ -22,6 +23,7 @@ from typing import Any
 
 from torch import distributed
 
+from .interrupts import INTERRUPTED, was_interrupted
 from .world import World
 
 LOST = 70  # exit code of a rank that ended because another one was lost
@@ -78,10 +80,10 @@ class Lifeline:
             self._beats.part()
 
     def _end(self, news: str, tell: bool) -> None:
-        if tell:
+        if tell and not was_interrupted():
             print(f"{news}: the job stops", file=sys.stderr, flush=True)
         time.sleep(GRACE)
-        os._exit(LOST)
+        os._exit(INTERRUPTED if was_interrupted() else LOST)
 
 
 class Beats:

@@ -18,6 +18,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
+from .interrupts import was_interrupted
+
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 STOP = "STOP"  # the file in a run's folder that asks the run to stop
 _LOOK_EVERY = 1.0  # seconds between looks for that file, which may be on a slow drive
@@ -48,6 +50,8 @@ class Requests:
 
     def now(self) -> list[float]:
         """Whether to stop, and whether a checkpoint is due: 1 or 0 each. For every step, so cheap."""
+        if was_interrupted():  # and goes on all the same: Python has dropped it
+            raise KeyboardInterrupt
         if not self.reason and self._launcher_has_gone():
             self.reason = "its launcher has gone"
         clock = time.monotonic()

@@ -15,11 +15,14 @@ from . import config as configs
 from .config import Config
 from .fingerprint import check_allowed
 from .forecast import check_ranks
+from .interrupts import was_interrupted
 from .nonfinite import NonFiniteError
 from .place import Place, find_place
 from .preemption import PreemptedError, Requests, listening
 from .together import BAD_CONFIG, FAILED, OK, PREEMPTED, lost_contact, tell, work_together
 from .world import TogetherError, World
+
+_INTERRUPTED = "interrupted"  # in a summary
 
 
 def run_config(
@@ -72,11 +75,15 @@ def _train(config: Config, world: World, requests: Requests, resume: str, allow_
             raise
         return OK if tell_end(session) else FAILED
     except BaseException as error:
-        if isinstance(error, KeyboardInterrupt):
+        try:
+            reason = _reason(error)
+        except KeyboardInterrupt:  # a rank that has waited for another one until that was gone gets to its own only now
+            reason = _INTERRUPTED
+        if reason == _INTERRUPTED:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # some launchers send it again; the summary comes first
         if session.journal is not None:
             with suppress(Exception):
-                session.journal.finish({"exit": _reason(error), "steps": session.step}, finished=False)
+                session.journal.finish({"exit": reason, "steps": session.step}, finished=False)
         raise
     finally:
         session.close()
@@ -84,8 +91,8 @@ def _train(config: Config, world: World, requests: Requests, resume: str, allow_
 
 def _reason(error: BaseException) -> str:
     """Why a run has ended, for its summary."""
-    if isinstance(error, KeyboardInterrupt):
-        return "interrupted"
+    if isinstance(error, KeyboardInterrupt) or was_interrupted():
+        return _INTERRUPTED
     if isinstance(error, Exception) and lost_contact(error):
         return "another rank was lost"
     return f"{type(error).__name__}: {error}"

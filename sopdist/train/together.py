@@ -20,12 +20,13 @@ from ..config import ConfigError
 from ..data.errors import DataError
 from . import lifeline
 from .acceleration import forget_accelerator
+from .interrupts import INTERRUPTED, noting_interrupts, was_interrupted
 from .nonfinite import NonFiniteError
 from .place import Place
 from .settings import EngineSettings
 from .world import TogetherError, World, open_world
 
-OK, FAILED, BAD_CONFIG, NOT_FINITE, PREEMPTED, INTERRUPTED = 0, 1, 2, 3, 75, 130
+OK, FAILED, BAD_CONFIG, NOT_FINITE, PREEMPTED = 0, 1, 2, 3, 75
 
 # What gloo, NCCL and torch's store say, in lower case, when another process has gone or does not answer.
 _SIGNS_OF_LOSS = (
@@ -38,6 +39,11 @@ _SIGNS_OF_LOSS = (
 
 def work_together(place: Place, settings: EngineSettings, work: Callable[[World], int]) -> int:
     """Meet the other ranks, work, and part; returns the exit code."""
+    with noting_interrupts():
+        return _meet_and_work(place, settings, work)
+
+
+def _meet_and_work(place: Place, settings: EngineSettings, work: Callable[[World], int]) -> int:
     try:
         world = open_world(place, settings)
     except ConfigError as error:  # every rank finds the same, and has nobody to wait for yet
@@ -59,9 +65,10 @@ def work_together(place: Place, settings: EngineSettings, work: Callable[[World]
     except ConfigError as error:
         code = tell(world.rank, error)
     except KeyboardInterrupt:
-        tell(world.rank, "interrupted; --resume auto goes on from the newest checkpoint")
-        _end_alone(INTERRUPTED)
+        _end_interrupted(world)
     except Exception as error:
+        if was_interrupted():  # Python has dropped it: what else went wrong came of it
+            _end_interrupted(world)
         if world.size > 1:
             _fail_alone(world, error)
         if not isinstance(error, DataError | OSError):
@@ -83,6 +90,11 @@ def tell(rank: int, error: object) -> int:
         print(f"sopdist: {error}", file=sys.stderr, flush=True)
     config = isinstance(error, ConfigError) or (isinstance(error, TogetherError) and error.config)
     return BAD_CONFIG if config else FAILED
+
+
+def _end_interrupted(world: World) -> None:
+    tell(world.rank, "interrupted; --resume auto goes on from the newest checkpoint")
+    _end_alone(INTERRUPTED)
 
 
 def _fail_alone(world: World, error: Exception) -> None:

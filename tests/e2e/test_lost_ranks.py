@@ -149,6 +149,24 @@ def test_an_interrupt_ends_all_ranks_at_once_and_the_summary_says_so(digits: Pat
 
 
 @pytest.mark.long
+def test_an_interrupt_counts_also_where_another_rank_is_gone_before_it_is_noticed(digits: Path, tmp_path: Path) -> None:
+    """Waiting for another rank, Python hears of an interrupt only when the wait has failed."""
+    started = start(BY_HAND, arguments(digits, tmp_path, *ENDLESS), tmp_path)
+    wait_for(lambda: has_lines(tmp_path, "train"), started)
+    first, second = started.ranks()
+    os.kill(first, signal.SIGSTOP)
+    os.kill(second, signal.SIGKILL)
+    started.processes[1].wait(SOON)
+    os.kill(first, signal.SIGINT)
+    os.kill(first, signal.SIGCONT)
+    assert codes_of(started, 20) == [130, KILLED]
+    said = started.err.read_text()
+    assert said.count("sopdist: interrupted") == 1
+    assert "Traceback" not in said
+    assert summary_of(tmp_path)["exit"] == "interrupted"
+
+
+@pytest.mark.long
 def test_a_rank_that_stands_still_is_given_up_after_the_timeout(digits: Path, tmp_path: Path) -> None:
     started = start(BY_HAND, arguments(digits, tmp_path, *ENDLESS, "engine.timeout=5"), tmp_path)
     wait_for(lambda: has_lines(tmp_path, "train"), started)
