@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..checkpoint import Saved, complete_checkpoints, open_checkpoint, verify_checkpoint
-from ..checkpoint.folder import clean, forget_after, is_complete, set_aside
+from ..checkpoint.folder import clean, forget_after, is_complete, set_aside, step_of
 from ..data.errors import DataError
 from .fingerprint import compare, fingerprint
 from .session import Session
@@ -31,6 +31,7 @@ class Start:
 
     folder: Path | None = None  # the checkpoint; None: at the beginning
     damaged: list[Path] = field(default_factory=list)  # newer ones that cannot be used
+    newest: bool = True  # the run has no other newer ones; False: somebody has chosen it, and may go back
 
 
 def find_start(world: World, run: Path, resume: str) -> Start:
@@ -43,7 +44,7 @@ def find_start(world: World, run: Path, resume: str) -> Start:
     if resume != "auto":
         folder = Path(world.on_first(lambda: str(_named(run, resume))))
         world.agree(lambda: verify_checkpoint(folder, world.rank, world.size))
-        return Start(folder)
+        return Start(folder, newest=False)
     candidates = world.on_first(lambda: [str(path) for path in complete_checkpoints(run)])
     damaged: list[Path] = []
     for folder in (Path(name) for name in reversed(candidates)):
@@ -96,6 +97,8 @@ def begin_from(session: Session, start: Start) -> None:
     """The run has begun: put aside what is damaged, and remove what is not complete or from later. Collective."""
 
     def tidy() -> None:
+        if start.newest:
+            _refuse_later(session, start)
         for folder in start.damaged:
             set_aside(folder)
         clean(session.folder)
@@ -103,6 +106,16 @@ def begin_from(session: Session, start: Start) -> None:
         session.requests.watch(session.folder, session.config.checkpoint.minutes)
 
     session.world.on_first(tidy)
+
+
+def _refuse_later(session: Session, start: Start) -> None:
+    """The lock keeps others away, but not every drive knows locks: never remove what somebody has just saved."""
+    for folder in complete_checkpoints(session.folder):
+        if step_of(folder) > session.step and folder not in start.damaged:
+            raise DataError(
+                f"{folder}: was saved by another process while this one began from step {session.step}; "
+                f"when that has ended, --resume auto goes on"
+            )
 
 
 def _named(run: Path, resume: str) -> Path:

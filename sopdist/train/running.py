@@ -8,6 +8,7 @@ import signal
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..config import ConfigError
 from ..data.errors import DataError
@@ -21,6 +22,10 @@ from .place import Place, find_place
 from .preemption import PreemptedError, Requests, listening
 from .together import BAD_CONFIG, FAILED, OK, PREEMPTED, lost_contact, tell, work_together
 from .world import TogetherError, World
+
+if TYPE_CHECKING:
+    from .resume import Start
+    from .session import Claim
 
 _INTERRUPTED = "interrupted"  # in a summary
 
@@ -48,13 +53,12 @@ def _train(config: Config, world: World, requests: Requests, resume: str, allow_
     from .checkpoint import Saver
     from .epoch_end import keep_last
     from .loop import train
-    from .resume import begin_from, find_start, load_checkpoint
+    from .resume import begin_from, load_checkpoint
     from .session import begin_record, open_session
     from .telling import tell_beginning, tell_end, tell_stop
 
-    # Before anything is written: a wrong --resume must not look like a run afterwards.
-    start = find_start(world, Path(config.run.folder) / config.run.name, resume)
-    session = open_session(config, world, requests, resume=resume != "none")
+    claim, start = _claim_and_find_start(config, world, resume)
+    session = open_session(config, world, requests, claim)
     try:
         if start.folder is not None:
             load_checkpoint(session, start.folder, allow_change)
@@ -87,6 +91,24 @@ def _train(config: Config, world: World, requests: Requests, resume: str, allow_
         raise
     finally:
         session.close()
+
+
+def _claim_and_find_start(config: Config, world: World, resume: str) -> tuple[Claim, Start]:
+    """Lock the run, then look for where it goes on: whoever has worked on it until now may save until the very end.
+
+    Where there is no run yet nobody does, and a wrong --resume must not look like a run afterwards: look first.
+    """
+    from .resume import find_start
+    from .session import claim_run
+
+    run = Path(config.run.folder) / config.run.name
+    start = None if world.on_first(run.is_dir) else find_start(world, run, resume)
+    claim = claim_run(config, world, resume=resume != "none")
+    try:
+        return claim, start or find_start(world, claim.folder, resume)
+    except BaseException:
+        claim.close()
+        raise
 
 
 def _reason(error: BaseException) -> str:

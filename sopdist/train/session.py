@@ -35,6 +35,19 @@ from .tally import Tally
 from .world import World
 
 
+@dataclass(frozen=True)
+class Claim:
+    """A run's folder that no other process works on, until the lock is closed."""
+
+    folder: Path
+    lock: IO[str] | None  # rank 0 holds it
+
+    def close(self) -> None:
+        """Let others have it."""
+        if self.lock is not None:
+            self.lock.close()
+
+
 @dataclass
 class Session:
     """The parts of a run on this rank."""
@@ -51,7 +64,7 @@ class Session:
     clock: Clock
     tally: Tally
     requests: Requests
-    lock: IO[str] | None  # of the run's folder; rank 0 holds it
+    claim: Claim  # of the run's folder
     step: int = 0  # optimizer steps done
     best: float = -1.0  # top-1 of the best network so far
     best_step: int = -1  # and after which step that was
@@ -79,17 +92,19 @@ class Session:
         """Stop all threads and close all files; nothing is sent to other ranks."""
         self.stream.close()
         close_all(self.evaluations)
-        if self.lock is not None:
-            self.lock.close()
+        self.claim.close()
 
 
-def open_session(config: Config, world: World, requests: Requests, *, resume: bool) -> Session:
-    """Put everything together; whatever is wrong on any rank, all ranks raise the same."""
+def claim_run(config: Config, world: World, *, resume: bool) -> Claim:
+    """Make the run's folder, if it is not there, and lock it. Collective."""
     folder = Path(world.on_first(lambda: str(find_run(config, resume=resume))))
+    return Claim(folder, world.agree(lambda: lock_run(folder) if world.rank == 0 else None))
+
+
+def open_session(config: Config, world: World, requests: Requests, claim: Claim) -> Session:
+    """Put everything together; whatever is wrong on any rank, all ranks raise the same, and the claim is given up."""
     with ExitStack() as opened:
-        lock = world.agree(lambda: lock_run(folder) if world.rank == 0 else None)
-        if lock is not None:
-            opened.enter_context(lock)
+        opened.callback(claim.close)
         data = data_for_rank(config.data, world)
         stream = world.agree(lambda: _open_stream(config, data, world))
         opened.callback(stream.close)
@@ -107,8 +122,8 @@ def open_session(config: Config, world: World, requests: Requests, *, resume: bo
         truth = world.agree(lambda: _truth(stream, config.log.clean, world.device))
         opened.pop_all()
     return Session(
-        config, world, folder, stream, evaluations, engine, objective, truth,
-        journal=None, clock=Clock(), tally=Tally(world.device), requests=requests, lock=lock, started=time.time(),
+        config, world, claim.folder, stream, evaluations, engine, objective, truth,
+        journal=None, clock=Clock(), tally=Tally(world.device), requests=requests, claim=claim, started=time.time(),
     )  # fmt: skip
 
 

@@ -24,7 +24,7 @@ from sopdist.train.config import Config
 from sopdist.train.loop import train
 from sopdist.train.nonfinite import NonFiniteError, NonFiniteGuard
 from sopdist.train.preemption import Requests
-from sopdist.train.session import Session, begin_record, open_session
+from sopdist.train.session import Session, begin_record, claim_run, open_session
 from sopdist.train.world import Place, open_world
 from tests.data.small_splits import samples, write_split
 
@@ -49,8 +49,9 @@ def opened(split: Path, folder: Path, **changes: Any) -> Iterator[Session]:
     }  # fmt: skip
     for section, values in changes.items():
         tree[section] = tree.get(section, {}) | values
-    world = open_world(Place(), build(Config, tree).engine)
-    session = open_session(build(Config, tree), world, Requests("python"), resume=False)
+    config = build(Config, tree)
+    world = open_world(Place(), config.engine)
+    session = open_session(config, world, Requests("python"), claim_run(config, world, resume=False))
     begin_record(session, resume=False)
     try:
         yield session

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import logging
 import socket
 from pathlib import Path
+from typing import IO
 
 import pytest
 
+from sopdist.checkpoint import verify_checkpoint
 from sopdist.data.errors import DataError
 from sopdist.train.nonfinite import NonFiniteError
+from sopdist.train.resume import Start
+from sopdist.train.run_folder import lock_run
 from sopdist.train.running import _reason, run_config
 from sopdist.train.together import BAD_CONFIG, FAILED, OK, lost_contact
 from tests.data.small_splits import sample, samples, write_split
@@ -73,6 +78,37 @@ def test_a_wrong_resume_leaves_nothing_behind_that_looks_like_a_run(config: str,
     assert run_config(config) == OK
     assert run_config(config) == FAILED, "there is a run"
     assert run_config(config, resume="auto") == OK
+
+
+def test_a_run_goes_on_from_what_the_process_before_has_saved_while_this_one_waited_for_it(
+    config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert run_config(config) == OK
+    newest, later = tmp_path / "runs/small/checkpoints/step-00000004", tmp_path / "later"
+    newest.rename(later)
+
+    def wait_for_it(folder: Path) -> IO[str] | None:
+        later.rename(newest)
+        return lock_run(folder)
+
+    monkeypatch.setattr("sopdist.train.session.lock_run", wait_for_it)
+    with caplog.at_level(logging.INFO, "sopdist.train"):
+        assert run_config(config, resume="auto") == OK
+    assert f"goes on from {newest}, at step 4" in caplog.text
+
+
+def test_a_checkpoint_that_was_saved_after_the_start_was_chosen_is_never_removed(
+    config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a drive without locks the process before may still be at work."""
+    assert run_config(config) == OK
+    older, newest = (tmp_path / f"runs/small/checkpoints/step-0000000{step}" for step in (2, 4))
+    for chosen in (Start(older), Start()):
+        monkeypatch.setattr("sopdist.train.resume.find_start", lambda *_, chosen=chosen: chosen)
+        assert run_config(config, resume="auto") == FAILED
+        assert ": was saved by another process while this one began" in capsys.readouterr().err
+        verify_checkpoint(older)
+        verify_checkpoint(newest)
 
 
 def test_a_port_that_is_taken_is_an_error_that_names_it(
