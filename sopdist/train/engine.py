@@ -258,6 +258,11 @@ class Engine:
             if name not in shapes or (key != zero.COUNT and value.shape != shapes[name]):
                 expected = tuple(shapes[name]) if name in shapes else "no such parameter"
                 raise DataError(f"optimizer state: {entry} is {tuple(value.shape)}, the network has {expected}")
+        if state and all(entry.rpartition("/")[2] == zero.COUNT for entry in state):
+            raise DataError(
+                f"optimizer state: there is Adam's count of steps ({zero.COUNT}), but not its moments; "
+                f"--resume PATH goes on from an older checkpoint"
+            )
         if self.stage:
             zero.set_whole_optimizer_state(self._wrapped, self.network, state)
             return

@@ -118,7 +118,8 @@ def set_whole_optimizer_state(engine: Any, network: nn.Module, state: Mapping[st
         }
     if stage < 3:  # the parameters' views into these tensors, which DeepSpeed otherwise makes in the first step
         zero._hp_optimizer_states_linked = False
-        zero._lazy_init_hp_params_optimizer_state()
+        if elementwise:  # DeepSpeed does it once: without anything to link it must be left to that step
+            zero._lazy_init_hp_params_optimizer_state()
     for name, parameter in trained:
         for key in elementwise:
             value = state[f"{name}/{key}"].to(engine.device, torch.float32).contiguous()

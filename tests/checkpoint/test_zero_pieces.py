@@ -1,4 +1,5 @@
-"""What ZeRO has cut up is saved whole: frozen and shared weights, sizes that ranks do not divide, AdamW's step."""
+"""What ZeRO has cut up is saved whole: frozen and shared weights, sizes that ranks do not divide, AdamW's step, and the
+memory of an optimizer that began without one."""
 
 from __future__ import annotations
 

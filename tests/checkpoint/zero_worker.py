@@ -109,12 +109,31 @@ def check(world: World, folder: Path, stage: int, optimizer: str) -> None:
     assert torch.equal(found["again.weight"], found["tied.weight"])
 
 
+def check_anew(world: World, folder: Path, stage: int, optimizer: str) -> None:
+    """An optimizer that begins without a memory, as a new one does at a resume, has one that is saved from then on."""
+    engine = make_engine(world, stage, optimizer)
+    engine.load_optimizer_state({})
+    train(engine, world, range(1))
+    save(engine, world, folder)
+    kept, wanted = verify_checkpoint(folder).section("optimizer/"), momenta(engine)
+    assert wanted
+    assert {name for name in kept if not name.endswith("/step")} == wanted.keys(), sorted(kept.keys() ^ wanted.keys())
+    other = make_engine(world, stage, optimizer)
+    other.load_network_state(engine.network_state())
+    other.load_optimizer_state(kept)
+    for one in (engine, other):
+        train(one, world, range(1, 2))
+    found, expected = momenta(other), momenta(engine)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
 def main() -> None:
     folder = Path(sys.argv[-1])
     world = open_world(find_place(os.environ), EngineSettings(kind="deepspeed", threads=1, timeout=120))
     for stage in (1, 2, 3):
         for optimizer in ("sgd", "adamw"):
             check(world, folder / f"zero-{stage}-{optimizer}", stage, optimizer)
+            check_anew(world, folder / f"zero-{stage}-{optimizer}-anew", stage, optimizer)
             if world.rank == 0:
                 print(f"ZeRO {stage}, {optimizer}: as it was", flush=True)
     world.close()

@@ -300,6 +300,8 @@ def test_a_state_of_another_network_is_refused_by_name(alone: World) -> None:
         engine.load_network_state(state)
     with pytest.raises(DataError, match=r"5\.bias/momentum_buffer is \(7,\)"):
         engine.load_optimizer_state({"5.bias/momentum_buffer": torch.zeros(7)})
+    with pytest.raises(DataError, match=r"Adam's count of steps \(step\), but not its moments"):
+        engine.load_optimizer_state({f"{name}/step": torch.tensor(3.0) for name, _ in network().named_parameters()})
 
 
 @pytest.mark.parametrize(
