@@ -11,6 +11,7 @@ tally/RANK                sums of a rank that are not yet in metrics.jsonl
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -72,8 +73,11 @@ class Saved:
         """The running batch statistics of a rank, or their mean over all."""
         if rank is not None:
             return self.section(f"statistics/{rank}/")
-        names = sorted({name.split("/", 2)[2] for name in self.tensors if name.startswith("statistics/")})
-        of_ranks = {name: [f"statistics/{rank}/{name}" for rank in range(self.ranks)] for name in names}
+        counts = Counter(name.split("/", 2)[2] for name in self.tensors if name.startswith("statistics/"))
+        for name, count in counts.items():  # before a name is made for each rank, of which there may be too many
+            if count != self.ranks:
+                raise DataError(f"{self.folder}: {name[:100]!r} has statistics of {count} ranks, not of {self.ranks}")
+        of_ranks = {name: [f"statistics/{rank}/{name}" for rank in range(self.ranks)] for name in sorted(counts)}
         found = self._read(
             [each for of_all in of_ranks.values() for each in of_all]
         )  # at once: each file is opened once
@@ -84,7 +88,7 @@ class Saved:
         if not self.has_noise:
             raise DataError(f"{self.folder}: has no noise table; was it written with objective.name = ce?")
         ranks = sorted({int(name.split("/")[1]) for name in self.tensors if name.startswith("noise/")})
-        if ranks != list(range(self.ranks)):
+        if len(ranks) != self.ranks:  # none of them is of another rank: `open_checkpoint` has looked
             raise DataError(f"{self.folder}: has rows of the noise table of ranks {ranks}, and had {self.ranks} ranks")
         if stride == self.ranks:  # as it was: the files of other ranks need not be looked at
             return self.section(f"noise/{first}/")

@@ -268,6 +268,22 @@ def test_deep_nesting_is_refused(folder: Path, nested: str) -> None:
     assert_refused(folder, "is not the index of a checkpoint")
 
 
+def test_a_million_ranks_that_are_not_there_take_no_memory(folder: Path) -> None:
+    """A name of a few bytes, once for each of them, and a hundred times."""
+    ranks = 999_999
+    file = f"rank-0-of-{ranks}.safetensors"
+    (folder / FILE).rename(folder / file)
+
+    def claim(tree: Tree) -> None:
+        nothing = {"dtype": "F32", "shape": [0], "pieces": [[file, 0, 0]]}
+        tree["tensors"] = {f"statistics/0/mean{number}": nothing for number in range(100)}
+        tree["files"] = {file: tree["files"][FILE]}
+        tree["ranks"] = ranks
+
+    rewrite_index(folder, claim)
+    assert_refused(folder, f"'mean0' has statistics of 1 ranks, not of {ranks}")
+
+
 def test_an_index_without_end_is_not_read(folder: Path) -> None:
     """300 MB, of which a sparse file needs none."""
     os.truncate(folder / "checkpoint.json", 300 << 20)
