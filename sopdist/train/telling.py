@@ -111,11 +111,13 @@ def tell_stop(session: Session, saved_step: int) -> None:
     if session.journal is None:
         return
     reason = next(f"rank {rank}: {reason}" if rank else reason for rank, reason in enumerate(told) if reason)
-    summary = {"exit": "preempted", "reason": reason, "steps": session.step, "saved_step": saved_step}
+    saved = saved_step == session.step
+    ending = "preempted" if saved else "preempted, not saved"
+    summary = {"exit": ending, "reason": reason, "steps": session.step, "saved_step": saved_step}
     summary |= {"failed_saves": session.failed_saves}
     session.journal.finish(summary, finished=False)
     session.requests.obeyed()  # not before it stands in the summary: `sopdist stop` looks there whether to ask
-    where = "there" if saved_step == session.step else f"from step {saved_step}: THE LAST STEPS ARE NOT SAVED"
+    where = "there" if saved else f"from step {saved_step}: THE LAST STEPS ARE NOT SAVED"
     _logger.warning(
         "%s: stopped after step %s: %s; --resume auto goes on %s", session.folder, session.step, reason, where
     )

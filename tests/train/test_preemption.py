@@ -209,7 +209,7 @@ def test_signals_that_rain_down_on_a_run_while_it_saves_do_no_harm(train: Train,
     train("rain", f"train.max_steps=40 {ENDLESS}", resume="auto")
 
 
-def test_a_stop_whose_save_fails_is_still_a_stop_and_goes_on_from_the_checkpoint_before(
+def test_a_stop_whose_save_fails_says_so_and_goes_on_from_the_checkpoint_before(
     train: Train, place: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = place / "runs" / "unsaved"
@@ -225,7 +225,8 @@ def test_a_stop_whose_save_fails_is_still_a_stop_and_goes_on_from_the_checkpoint
         train("unsaved", f"{ENDLESS} evaluate.every=100000 checkpoint.every=0 checkpoint.steps=5", code=PREEMPTED)
     assert "COULD NOT SAVE" in caplog.text
     summary = summary_of(run)
-    assert (summary["exit"], summary["failed_saves"] >= 1) == ("preempted", True)
+    assert (summary["exit"], summary["failed_saves"] >= 1) == ("preempted, not saved", True)
+    assert summary["saved_step"] < summary["steps"]
     (run / "checkpoints").unlink()
     shutil.move(run / "elsewhere", run / "checkpoints")
     train("unsaved", "train.max_steps=21", resume="auto")

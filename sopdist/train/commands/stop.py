@@ -70,7 +70,7 @@ def _is_forsaken(lock: Path) -> bool:
 
 
 def _ending(path: Path) -> str:
-    """`exit` of a summary: running, finished, preempted, or what else has ended the run."""
+    """`exit` of a summary: running, finished, preempted (perhaps not saved), or what else has ended the run."""
     try:
         return str(json.loads(path.read_text(encoding="utf-8"))["exit"])
     except FileNotFoundError:

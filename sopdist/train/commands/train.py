@@ -13,11 +13,11 @@ A config is a YAML file; its name may stand for a file in configs/. `key=value` 
 The run's folder (run.folder/run.name) gets the resolved config, metrics.jsonl, summary.json, summary.csv, checkpoints.
 
 A run saves itself as checkpoint.* says. SIGTERM or SIGUSR1 to any rank, or `sopdist stop`, make it save and end with
-code 75 after the step at hand (a launcher may make another code of it; summary.json says "preempted"). The same command
-with --resume auto goes on, on any number of ranks.
+code 75 after the step at hand (a launcher may make another code of it; summary.json says "preempted", or, if that step
+could not be saved, "preempted, not saved"). The same command with --resume auto goes on, on any number of ranks.
 
 exit codes: 0 finished, 1 data or files, 2 config, 3 the loss is not finite, 70 another rank was lost,
-            75 asked to stop and saved, 130 interrupted
+            75 asked to stop (summary.json says whether the last step is saved), 130 interrupted
 """
 
 from __future__ import annotations
