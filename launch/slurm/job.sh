@@ -169,14 +169,17 @@ requeue() {
 
 # --- training ---------------------------------------------------------------------------------------------------------
 
+FRUITLESS=.starts-without-progress # in the run's folder
+
 # train CONFIG key=value...: trains, goes on where an earlier start of the job was ended, and says what comes next.
 train() {
     check_launcher
     run=$(python -m sopdist stop --where --cfg "$@") # a wrong config ends the job here
     scratch=$(mktemp -d)
     trap 'rm -rf "$scratch"' EXIT
-    local summary_before checkpoint_before
+    local summary_before
     rm -f "$run/STOP" # of an earlier start of this job that was ended before it could obey
+    if ((restarts == 0)); then rm -f "$run/$FRUITLESS"; fi # of another job
     summary_before=$(written_at)
     checkpoint_before=$(newest_checkpoint)
     say "start $((restarts + 1)) of run $run, ranks: ${SLURM_NTASKS:-?} on $SLURM_JOB_NODELIST by $SOPDIST_LAUNCHER"
@@ -187,20 +190,39 @@ train() {
     if [[ $code == 0 || $(written_at) != "$summary_before" ]]; then ending=$(how_it_ended); fi
     if [[ $ending == finished ]]; then
         say "$run is finished"
+        rm -f "$run/$FRUITLESS"
         exit 0
     elif [[ $ending == preempted ]]; then
-        requeue "$run has stopped and is saved"
+        requeue_run "$run has stopped and is saved"
+    elif [[ $ending == "preempted, not saved" ]]; then
+        requeue_run "$run has stopped and COULD NOT SAVE"
     elif [[ -n $asked || $code == 75 ]]; then
-        requeue "$run goes on from its newest checkpoint, if it has one"
+        requeue_run "$run goes on from its newest checkpoint, if it has one"
     elif [[ $code == 70 || $code -ge 128 || $ending == running || $ending == "another rank was lost" ]]; then
-        if [[ $(newest_checkpoint) == "$checkpoint_before" ]] && ((restarts >= SOPDIST_MAX_RESTARTS)); then
-            say "a rank was lost (exit code $code), after $restarts restarts and without a new checkpoint: gives up"
-            exit $((code ? code : 70))
-        fi
-        requeue "a rank was lost (exit code $code)"
+        requeue_run "a rank was lost (exit code $code)"
     fi
     say "$run has failed (exit code $code): is not requeued"
     exit $((code ? code : 1))
+}
+
+# requeue_run WHY: requeues the job, unless too many starts in a row have brought the run no further. What Slurm ends
+# does not count. The count is in the run's folder, with the checkpoint since which it counts: `COUNT CHECKPOINT`.
+requeue_run() {
+    local newest count=0 since=''
+    newest=$(newest_checkpoint)
+    if [[ $newest == "$checkpoint_before" && $asked != TERM ]]; then
+        read -r count since 2>/dev/null <"$run/$FRUITLESS" || true
+        if [[ ! $count =~ ^[0-9]+$ || $since != "$newest" ]]; then count=0; fi
+        count=$((count + 1))
+        # Where it cannot be written, on a full disk, all restarts of the job count.
+        if ! { mkdir -p "$run" && echo "$count $newest" >"$run/$FRUITLESS.part" &&
+            mv -T "$run/$FRUITLESS.part" "$run/$FRUITLESS"; } 2>/dev/null; then count=$((restarts + 1)); fi
+        if ((count > SOPDIST_MAX_RESTARTS)); then
+            say "$1; starts in a row without a new checkpoint: $count (SOPDIST_MAX_RESTARTS): gives up"
+            exit $((code ? code : 70))
+        fi
+    fi
+    requeue "$1"
 }
 
 ask_run() {
@@ -213,5 +235,6 @@ how_it_ended() { sed -n 's/^ *"exit": "\(.*\)",\{0,1\}$/\1/p' "$run/summary.json
 
 # Of complete ones: what a save has left behind that was killed is no progress.
 newest_checkpoint() {
-    { find "$run/checkpoints" -mindepth 2 -maxdepth 2 -path '*/step-*/complete' 2>/dev/null || true; } | sort | tail -n 1
+    { find "$run/checkpoints" -mindepth 2 -maxdepth 2 -regex '.*/step-[0-9]+/complete' 2>/dev/null || true; } |
+        sort -V | tail -n 1
 }

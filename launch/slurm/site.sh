@@ -22,7 +22,7 @@
 
 # --- how ranks are started, and how patient a job is: for the job alone, hence not exported ---------------------------
 SOPDIST_LAUNCHER="${SOPDIST_LAUNCHER:-srun}"          # srun, torchrun or deepspeed
-SOPDIST_MAX_RESTARTS="${SOPDIST_MAX_RESTARTS:-3}"     # after lost ranks or nodes, without progress in between
+SOPDIST_MAX_RESTARTS="${SOPDIST_MAX_RESTARTS:-3}"     # in a row that bring no new checkpoint
 SOPDIST_GRACE="${SOPDIST_GRACE:-100}"                 # seconds a run may take to save; less than --signal says
 
 # --- the network. Only if training does not start, or is slow: ask your site which interfaces are the fast ones -------

@@ -120,7 +120,7 @@ def test_a_run_that_loses_ranks_without_progress_is_given_up(slurm: Cluster, dig
     os.kill(slurm.ranks_of(job)[0], signal.SIGKILL)
     slurm.wait(job, "FAILED", SECONDS)
     assert restarts_of(slurm, job) == 0
-    assert "after 0 restarts and without a new checkpoint: gives up" in slurm.output_of(job)
+    assert "starts in a row without a new checkpoint: 1 (SOPDIST_MAX_RESTARTS): gives up" in slurm.output_of(job)
 
 
 def test_a_cancelled_job_saves_and_does_not_come_back(slurm: Cluster, digits: Path, tmp_path: Path) -> None:
