@@ -119,13 +119,14 @@ check_launcher() {
 
 # --- watching over a command ------------------------------------------------------------------------------------------
 
-# watch_over ASK COMMAND...: runs the command in the background until it ends; its exit code is in $code.
+# watch_over ASK COMMAND...: runs the command in the background until it ends: $ended is 1, its exit code is in $code.
 # When Slurm signals this shell, `ASK PID` is called, again and again: a command that has just begun may not hear yet.
 # After USR1 it has $SOPDIST_GRACE seconds. If the signal has come already, the command is not started.
 watch_over() {
     local ask=$1 pid since=''
     shift
     code=75
+    ended=''
     if [[ -n $asked ]]; then return; fi
     "$@" &
     pid=$!
@@ -145,6 +146,7 @@ watch_over() {
         sleep 1
     done
     code=0
+    ended=1
     wait "$pid" || code=$?
 }
 
@@ -184,6 +186,7 @@ train() {
     checkpoint_before=$(newest_checkpoint)
     say "start $((restarts + 1)) of run $run, ranks: ${SLURM_NTASKS:-?} on $SLURM_JOB_NODELIST by $SOPDIST_LAUNCHER"
     watch_over ask_run launch_ranks --cfg "$@" --resume auto
+    if [[ -n $ended ]]; then rm -f "$run/STOP"; fi # asked once more while the run, which had obeyed, was on its way out
 
     # Launchers change exit codes (torchrun makes each 1) or lose them: the run's summary knows better, if it is new.
     local ending=''

@@ -110,6 +110,15 @@ def test_what_slurm_ends_does_not_count_and_a_new_job_begins_to_count_anew(job: 
     assert job.start(LOST).endswith("is requeued")
 
 
+@pytest.mark.parametrize(("number", "state"), [("USR1", "RUNNING"), ("TERM", "CANCELLED")])
+def test_a_run_that_has_obeyed_is_not_asked_again_when_it_goes_on(job: Job, number: str, state: str) -> None:
+    """It removes the file, and takes a while to end."""
+    job.run.mkdir()
+    asked = ASKED.replace("USR1", number) + "rm $RUN/STOP; until [[ -e $RUN/STOP ]]; do sleep 1; done; "
+    job.start(asked + job.summary("preempted"), STATE=state)
+    assert not (job.run / "STOP").exists()
+
+
 def test_where_the_count_cannot_be_written_all_restarts_count(job: Job) -> None:
     (job.run / ".starts-without-progress.part").mkdir(parents=True)
     for _ in range(3):
