@@ -10,13 +10,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 
 from sopdist.data.errors import DataError
 from sopdist.data.labels import list_labels, read_labels, write_labels
 from sopdist.data.manifest import read_manifest
-from sopdist.data.prepare import job
+from sopdist.data.prepare import engine, job
 
 from .pictures import encoded, picture
 from .test_prepare import contents, make_images, prepare
@@ -246,6 +247,44 @@ def test_overwriting_that_fails_half_way_does_not_look_complete(
     assert prepare(tmp_path / "in", tmp_path / "out") == 1
     assert "has lost its manifest.json" in capsys.readouterr().err
     assert prepare(tmp_path / "in", tmp_path / "out", "--overwrite") == 0
+
+
+@pytest.mark.parametrize("options", [("--overwrite",), ("--overwrite-once", "job-7")])
+def test_overwriting_that_is_interrupted_leaves_no_split_that_looks_complete_and_goes_on_with_all(
+    tmp_path: Path, options: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("train", "val"):
+        make_images(tmp_path / "in" / name)
+    assert prepare(tmp_path / "in", tmp_path / "out", *IN_FIVES) == 0
+    write_shards = engine._write_shards
+
+    def interrupted(*args: Any) -> NoReturn:
+        write_shards(*args)
+        raise KeyboardInterrupt
+
+    wish = ("--samples-per-shard", "4")
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_write_shards", interrupted)
+        assert prepare(tmp_path / "in", tmp_path / "out", *wish, *options) == 130
+    for name in ("train", "val"):
+        with pytest.raises(DataError):
+            read_manifest(tmp_path / "out" / name)
+    (shard, *_) = written = sorted((tmp_path / "out" / "train").glob("*.tar"))
+    times = [path.stat().st_mtime_ns for path in written]
+    again = () if "--overwrite" in options else options
+    assert prepare(tmp_path / "in", tmp_path / "out", *wish, *again) == 0
+    assert [path.stat().st_mtime_ns for path in written] == times, "what was finished is kept"
+    assert prepare(tmp_path / "in", tmp_path / "through", *wish) == 0
+    assert contents(tmp_path / "out") == contents(tmp_path / "through")
+    if again:  # it is over: another run of that name is another one
+        assert prepare(tmp_path / "in", tmp_path / "out", *wish, *again) == 0
+        assert shard.stat().st_mtime_ns != times[0]
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "..\n"])
+def test_a_run_that_overwrites_once_needs_a_name_for_a_file(tmp_path: Path, name: str) -> None:
+    with pytest.raises(SystemExit):
+        prepare(tmp_path, tmp_path / "out", "--overwrite-once", name)
 
 
 @pytest.mark.parametrize("name", ["holiday.jpg", "manifest.json"])

@@ -76,8 +76,9 @@ def test_preparing_all_splits_needs_no_array_and_goes_on_after_the_time_limit(
     slurm.cancel("--batch", "--signal=USR1", str(job))
     slurm.wait(job, "COMPLETED", SECONDS)
     assert slurm.facts_of(job)[0]["Restarts"] == "1"
-    assert "--out shards --overwrite\n" in slurm.output_of(job)
-    assert "start 2: python -m sopdist prepare digits --workers 1 --out shards\n" in slurm.output_of(job)
+    once = f"python -m sopdist prepare digits --workers 1 --out shards --overwrite-once job-{job}"
+    assert f"start 1: {once} --overwrite\n" in slurm.output_of(job)
+    assert f"start 2: {once}\n" in slurm.output_of(job)
     for split in ("train", "test"):
         assert read_manifest(tmp_path / "shards" / split) == read_manifest(digits / split)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
@@ -70,6 +71,10 @@ def _add_source_arguments(name: str, parser: argparse.ArgumentParser) -> None:
     common.add_argument(
         "--overwrite", action="store_true", help="delete a split that is there, with all of its label sets"
     )
+    common.add_argument(
+        "--overwrite-once", type=_name, metavar="NAME",
+        help="--overwrite, but go on if a run of this NAME was interrupted after that: for jobs that are started again",
+    )  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
@@ -85,6 +90,7 @@ def run(args: argparse.Namespace) -> int:
         max_bad=args.max_bad,
         order=args.order,
         overwrite=args.overwrite,
+        overwrite_once=args.overwrite_once or "",
     )
     try:
         splits = _find_splits(args)
@@ -153,6 +159,12 @@ def _needs_extra() -> Iterator[None]:
         yield
     except ModuleNotFoundError as error:
         raise DataError(f"`sopdist prepare` needs {error.name}: pip install 'sopdist[data]'") from None
+
+
+def _name(text: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9_.-]{1,100}", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no name: letters, digits, '_', '.' and '-'")
+    return text
 
 
 def _part(text: str) -> float:

@@ -63,11 +63,23 @@ def prepare(source: str, splits: Sequence[SourceSplit], out: Path, options: Opti
     """Write each split to `out`/NAME. What an interrupted run finished is kept; a complete split gets no more
     than label sets that it does not have yet."""
     tasks = [_Task(source, split, out / split.name, options) for split in splits]
+    stamp = jobs.overwritten_by(out, options.overwrite_once) if options.overwrite_once else None
+    overwrite = options.overwrite or (stamp is not None and not stamp.exists())
     for task in tasks:  # all of them before the hours that the first may take
         with _writing(task.folder):
-            jobs.is_complete(task.folder, task.job, options.overwrite)
+            jobs.is_complete(task.folder, task.job, overwrite)
+    if overwrite:  # all of them, too: whoever goes on later must not take the last ones for already prepared
+        for task in tasks:
+            with _writing(task.folder), jobs.locked(task.folder):
+                jobs.start_over(task.folder, task.job)
+        if stamp is not None:
+            with _writing(stamp):
+                write_whole(stamp, b"")
     with strict_pillow():
-        return [_prepare_split(task) for task in tasks]
+        prepared = [_prepare_split(task) for task in tasks]
+    if stamp is not None:
+        stamp.unlink(missing_ok=True)
+    return prepared
 
 
 class _Task:
@@ -171,12 +183,12 @@ def _progress(name: str, images: int, done: int) -> Iterator[Callable[[], None]]
 def _prepare_split(task: _Task) -> Prepared:
     folder = task.folder
     with _writing(folder), jobs.locked(folder):
-        if jobs.is_complete(folder, task.job, task.options.overwrite):
+        if jobs.is_complete(folder, task.job, overwrite=False):
             jobs.forget_work(folder)  # if the earlier run was interrupted right after the manifest
             manifest, skipped = read_manifest(folder), jobs.skipped_count(folder)
             added = _add_label_sets(task, manifest)
             return Prepared(folder, manifest, task.options.order, skipped, was_there=True, added=added)
-        done = jobs.begin(folder, task.job, task.options.overwrite)
+        done = jobs.begin(folder, task.job)
         records = _write_shards(task, done)
         return _finish(task, records)
 

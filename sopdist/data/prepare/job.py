@@ -5,6 +5,8 @@
     source.json          when complete, beside the manifest: the job, and how many images were skipped
     skipped.txt          path and reason of each image that was left out
 
+and beside the splits' folders, while at work, `.overwritten-by-NAME`: the run NAME has overwritten all that it is to.
+
 Only files of these names, shards and label sets are ever deleted.
 """
 
@@ -53,6 +55,7 @@ class Options:
     max_bad: float = 0.01  # share of a split's images that may be unusable
     order: Order = "auto"  # in which images go into shards; see sources/order.py
     overwrite: bool = False
+    overwrite_once: str = ""  # the name of a run that overwrites when it is first started, and goes on after that
 
 
 @dataclass(frozen=True)
@@ -120,15 +123,20 @@ def is_complete(folder: Path, job: Job, overwrite: bool) -> bool:
     return MANIFEST in names
 
 
-def begin(folder: Path, job: Job, overwrite: bool) -> dict[int, ShardRecord]:
-    """Make the folder ready for the job; returns the shards that an earlier run finished."""
+def start_over(folder: Path, job: Job) -> None:
+    """Nothing that is there counts any more: from now on the folder is that of this job, which has just begun."""
     folder.mkdir(parents=True, exist_ok=True)
-    if overwrite or not (folder / _JOB).exists():
-        # What makes a split look complete goes first, what makes a shard look finished next.
-        (folder / MANIFEST).unlink(missing_ok=True)
-        for path in folder.glob("shard-*.done"):
-            path.unlink()
-        write_whole(folder / _JOB, _as_json(job))
+    # What makes a split look complete goes first, what makes a shard look finished next.
+    (folder / MANIFEST).unlink(missing_ok=True)
+    for path in folder.glob("shard-*.done"):
+        path.unlink()
+    write_whole(folder / _JOB, _as_json(job))
+
+
+def begin(folder: Path, job: Job) -> dict[int, ShardRecord]:
+    """Make the folder ready for the job; returns the shards that an earlier run finished."""
+    if not (folder / _JOB).exists():
+        start_over(folder, job)
     done = {}
     for number in range(-(-job["images"] // job["samples per shard"])):
         record = _read_record(folder, number)
@@ -178,6 +186,11 @@ def forget_work(folder: Path) -> None:
         path.unlink()
     if (folder / _JOB).exists():  # to delete what is absent is an error, too, where nothing may be written
         (folder / _JOB).unlink()
+
+
+def overwritten_by(out: Path, name: str) -> Path:
+    """The file that says that a run has overwritten its splits, and must not do so again."""
+    return out / f".overwritten-by-{name}"
 
 
 @contextmanager
