@@ -21,6 +21,7 @@ from .saved import Saved, open_checkpoint
 
 FOLDER = "checkpoints"
 DAMAGED = ".damaged"  # what the name of a checkpoint ends with that was found to be damaged
+LATER = ".later"  # and of one that was there when its run went back to an earlier step
 _NAME = re.compile(r"step-[0-9]{8,18}")
 _logger = logging.getLogger("sopdist.checkpoint")
 
@@ -90,12 +91,20 @@ def prune(run: Path, keep: int, best: int) -> None:
                 _logger.warning("%s: CANNOT BE REMOVED: %s", folder, error.strerror or error)
 
 
-def forget_after(run: Path, step: int) -> None:
-    """Remove checkpoints of later steps than the one that a run goes on from: they would be taken for the newest."""
-    for folder in _all(run):
-        if step_of(folder) > step:
-            _logger.warning("%s: is of a later step than %s, and is removed", folder, step)
+def forget_after(run: Path, step: int, start: Path | None = None) -> None:
+    """Checkpoints of later steps than the one that a run goes on from would be taken for the newest: give them another
+    name. Those of the time before are removed then, so that they do not pile up; not `start`, which is gone on from."""
+    later = [folder for folder in _all(run) if step_of(folder) > step]
+    if not later:
+        return
+    for folder in _all(run, LATER):
+        if start is None or folder.resolve() != start.resolve():
+            _logger.warning("%s: is of an earlier going back, and is removed", folder)
             remove(folder)
+    for folder in later:
+        aside = folder.with_name(folder.name + LATER)
+        _logger.warning("%s: is of a later step than %s, and is renamed to %s", folder, step, aside.name)
+        folder.rename(aside)
 
 
 def remove(folder: Path) -> None:
@@ -109,9 +118,10 @@ def remove(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _all(run: Path) -> Sequence[Path]:
+def _all(run: Path, ending: str = "") -> Sequence[Path]:
     """Not links: what they lead to is not the run's, to take or to remove."""
-    found = (path for path in (run / FOLDER).glob("step-*") if _NAME.fullmatch(path.name))
+    names = re.compile(_NAME.pattern + re.escape(ending))
+    found = (path for path in (run / FOLDER).glob("step-*") if names.fullmatch(path.name))
     return [path for path in found if path.is_dir() and not path.is_symlink()]
 
 

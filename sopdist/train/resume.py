@@ -94,7 +94,7 @@ def load_checkpoint(session: Session, folder: Path, allow: Collection[str] = ())
 
 
 def begin_from(session: Session, start: Start) -> None:
-    """The run has begun: put aside what is damaged, and remove what is not complete or from later. Collective."""
+    """The run has begun: put aside what is damaged or from later, and remove what is not complete. Collective."""
 
     def tidy() -> None:
         if start.newest:
@@ -102,7 +102,7 @@ def begin_from(session: Session, start: Start) -> None:
         for folder in start.damaged:
             set_aside(folder)
         clean(session.folder)
-        forget_after(session.folder, session.step)
+        forget_after(session.folder, session.step, start.folder)
         session.requests.watch(session.folder, session.config.checkpoint.minutes)
 
     session.world.on_first(tidy)

@@ -91,7 +91,7 @@ def test_foreign_files_and_folders_are_neither_taken_nor_removed(tmp_path: Path)
     clean(tmp_path)
     prune(tmp_path, 1, best=-1)
     forget_after(tmp_path, 1)
-    assert set(names_in(tmp_path)) == names
+    assert set(names_in(tmp_path)) == {*names, "step-00000006.later"}
 
 
 @pytest.mark.parametrize("number", [1, 2, 3, 4])
@@ -151,12 +151,28 @@ def test_a_damaged_one_is_put_aside_also_a_second_time(tmp_path: Path) -> None:
     assert names_in(tmp_path) == ["step-00000003.damaged"]
 
 
-def test_going_back_forgets_later_ones_complete_or_not_and_no_others(tmp_path: Path) -> None:
+def test_going_back_puts_later_ones_aside_and_no_others(tmp_path: Path) -> None:
     for step in (1, 2, 3, 100_000_000):
         write_in(tmp_path, step)
-    begun(tmp_path, "step-00000004")
     forget_after(tmp_path, 2)
-    assert names_in(tmp_path) == ["step-00000001", "step-00000002"]
+    aside = ["step-00000003.later", "step-100000000.later"]
+    assert names_in(tmp_path) == ["step-00000001", "step-00000002", *aside]
+    assert [step_of(path) for path in complete_checkpoints(tmp_path)] == [1, 2]
+    clean(tmp_path)
+    prune(tmp_path, 1, best=-1)
+    forget_after(tmp_path, 2)  # as every start does
+    assert names_in(tmp_path) == ["step-00000002", *aside]
+    verify_checkpoint(tmp_path / "checkpoints" / aside[0])
+
+
+def test_going_back_again_removes_what_was_put_aside_before_but_not_what_it_goes_on_from(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        write_in(tmp_path, step)
+    forget_after(tmp_path, 1)
+    start = tmp_path / "checkpoints" / "step-00000002.later"
+    write_in(tmp_path, 4)
+    forget_after(tmp_path, 2, start)
+    assert names_in(tmp_path) == ["step-00000001", "step-00000002.later", "step-00000004.later"]
 
 
 def test_links_are_not_followed_when_removing_or_choosing(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from sopdist.checkpoint import complete_checkpoints, open_checkpoint, verify_checkpoint
+from sopdist.checkpoint.commands.listing import list_checkpoints
 from sopdist.train.running import run_config
 from tests.checkpoint.small_run import STEPS, train_whole
 from tests.e2e.launchers import run
@@ -161,11 +162,16 @@ def test_a_refused_resume_leaves_the_run_as_it_was(train: Train) -> None:
     assert {path: path.read_bytes() for path in folder.rglob("[!.]*") if path.is_file()} == before
 
 
-def test_going_back_forgets_what_came_after(train: Train) -> None:
+def test_going_back_puts_aside_what_came_after_and_that_is_found_under_its_new_name(train: Train) -> None:
     folder = train("back", "train.epochs=2", "checkpoint.keep=2")
     train("back", "train.epochs=2", "checkpoint.keep=2", "train.max_steps=9", resume=str(checkpoint(folder, STEPS)))
     assert [path.name for path in complete_checkpoints(folder)] == ["step-00000007", "step-00000009"]
+    assert [entry["step"] for entry in list_checkpoints(folder)] == [7, 9]
     assert [line["step"] for line in lines_of(folder)] == list(range(1, 10))
+    later = checkpoint(folder, 2 * STEPS).with_suffix(".later")
+    verify_checkpoint(later)
+    train("back", "train.epochs=3", "checkpoint.keep=2", "train.max_steps=15", resume=str(later))
+    assert [line["step"] for line in lines_of(folder)] == [*range(1, 10), 15]
 
 
 def test_a_checkpoint_of_another_run_does_not_go_on_in_a_folder_that_holds_a_run(

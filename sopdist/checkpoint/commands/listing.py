@@ -11,7 +11,7 @@ from typing import Any
 
 from ...data.errors import DataError
 from ...data.labelling.diff import align
-from ..folder import DAMAGED, FOLDER, check_listing, is_complete
+from ..folder import DAMAGED, FOLDER, LATER, check_listing, is_complete
 from ..old_format import STATE
 from ..saved import Saved, open_checkpoint
 from .sizes import size_text
@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def list_checkpoints(run: Path) -> list[dict[str, Any]]:
-    """What is known of each, `state` being complete, incomplete or damaged."""
+    """What is known of each, `state` being complete, incomplete or damaged; not of what was there before going back."""
     if not run.is_dir():
         raise DataError(f"{run}: no such folder")
     if not (run / FOLDER).is_dir():
@@ -46,7 +46,7 @@ def list_checkpoints(run: Path) -> list[dict[str, Any]]:
             raise DataError(f"{run}: is not a run: it has neither {FOLDER}/ nor config.yaml")
         return []
     named = [(path, _NAME.fullmatch(path.name)) for path in (run / FOLDER).iterdir() if path.is_dir()]
-    found = sorted((int(match[1]), path) for path, match in named if match is not None)
+    found = sorted((int(match[1]), path) for path, match in named if match is not None and match[2] != LATER)
     return [_entry(step, path) for step, path in found]
 
 

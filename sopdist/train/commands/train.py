@@ -30,7 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.intermixed = True  # type: ignore[attr-defined]
     parser.add_argument("--cfg", metavar="NAME_OR_PATH", help="the config: a file, or a name in configs/")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="keys of the config to change")
-    resume = "go on from the run's newest checkpoint, if there is one (auto), from a given one, or begin anew (default)"
+    resume = "go on from the run's newest checkpoint, if there is one (auto), from a given one (an earlier one of the "
+    resume += "same run goes back: later ones are renamed to step-*.later), or begin anew (default)"
     parser.add_argument("--resume", default="none", metavar="auto|PATH|none", help=resume)
     allow = "go on although this differs from the checkpoint: labels, objective.name, objective.variant or optim.name; "
     allow += "may be given several times"
