@@ -82,7 +82,13 @@ def load_checkpoint(session: Session, folder: Path, allow: Collection[str] = ())
         raise TogetherError(f"{folder}: {error}") from None
     about = saved.index.about
     engine.load_loss_scale(about.get("loss_scale", {}))
-    world.agree(lambda: _load_rows(session, saved))
+    dropped = world.sum([world.agree(lambda: _load_rows(session, saved))])[0]
+    if dropped and world.rank == 0:
+        _logger.warning(
+            "%s: rows of its noise table hold more than the slots here: %s of the smallest entries ARE DROPPED; "
+            "objective.slots=... gives more, objective.layout=dense room for all",
+            folder, f"{dropped:,.0f}",
+        )  # fmt: skip
     sums = world.agree(lambda: _tally(saved, world))
     if sums is not None and sums[:-1].shape == session.tally.sums.shape:  # another sopdist may count other things
         session.tally.sums.copy_(sums[:-1])
@@ -134,14 +140,20 @@ def _changed(saved: Saved, session: Session, key: str) -> bool:
     return bool(saved.fingerprint.get(key) != fingerprint(session)[key])
 
 
-def _load_rows(session: Session, saved: Saved) -> None:
+def _load_rows(session: Session, saved: Saved) -> int:
+    """How many entries of this rank's rows did not fit into their slots."""
     if session.objective.sop is None or (not saved.has_noise and _changed(saved, session, "objective.name")):
-        return
+        return 0
     table = session.objective.sop.table
     try:
-        table.load_state_dict(saved.noise(table.first, table.stride))
+        rows = saved.noise(table.first, table.stride)
+        table.load_state_dict(rows)
     except (ValueError, RuntimeError) as error:
         raise DataError(f"{saved.folder}: {error}") from None
+    if table.evictions is None:
+        return 0
+    before = int(rows["evictions"].sum()) if "evictions" in rows else 0
+    return int(table.evictions.sum()) - before
 
 
 def _tally(saved: Saved, world: World) -> Tensor | None:

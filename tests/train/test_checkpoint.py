@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 
 from sopdist.checkpoint import complete_checkpoints, open_checkpoint, verify_checkpoint
 from sopdist.checkpoint.commands.listing import list_checkpoints
+from sopdist.noise.rows import NoiseTable
 from sopdist.train.running import run_config
 from tests.checkpoint.small_run import STEPS, train_whole
 from tests.e2e.launchers import run
@@ -118,6 +119,22 @@ def test_resuming_a_finished_run_does_nothing(train: Train) -> None:
 def test_resuming_what_never_began_begins(train: Train) -> None:
     folder = train("fresh", "train.max_steps=2", resume="auto")
     assert len(losses_of(folder)) == 2
+
+
+@pytest.mark.parametrize(("slots", "told"), [(1, True), (8, False)])
+def test_entries_that_do_not_fit_into_the_slots_of_a_resumed_run_are_counted(
+    train: Train, place: Path, caplog: pytest.LogCaptureFixture, slots: int, told: bool
+) -> None:
+    begun = checkpoint(place / "runs" / "whole", 3 * STEPS)
+    keys = ("objective.layout=slots", f"objective.slots={slots}", "train.epochs=3")
+    with caplog.at_level(logging.WARNING, "sopdist.train"):
+        train(f"slots-{slots}", *keys, resume=str(begun))
+    rows = table_in(begun)
+    start = NoiseTable(len(rows["v"]), rows["v"].shape[1], layout="dense", seed=0).v
+    dropped = int(((rows["v"] != start).sum(1) - slots).clamp_min(0).sum())
+    assert (dropped > 0) == told
+    assert (f"{dropped:,} of the smallest entries ARE DROPPED" in caplog.text) == told
+    assert ("ARE DROPPED" in caplog.text) == told
 
 
 def test_a_table_goes_on_in_the_other_layout(train: Train, place: Path) -> None:
