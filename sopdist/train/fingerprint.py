@@ -20,6 +20,7 @@ ALLOWED = {
     "objective.variant": "rows of the noise table go on by the new rule from where they are",
     "optim.name": "the new optimizer begins without a memory",
 }
+EPOCH = "steps of an epoch"  # by which a step is one of an epoch; if epochs are balanced, the labels decide on it
 _CONVERTED = ("objective.layout",)  # of no consequence: the table is converted
 
 
@@ -39,6 +40,7 @@ def _fingerprint(session: Session) -> dict[str, Any]:
         "shards": stream.split.manifest.digest,
         "labels": hashlib.sha256(labels.tobytes()).hexdigest(),
         "plan version": plan.VERSION,
+        EPOCH: stream.steps,
         "run.seed": config.run.seed,
         "train.batch": config.train.batch,
         "model.name": config.model.name,
@@ -69,6 +71,8 @@ def compare(where: object, saved: Mapping[str, Any], here: Mapping[str, Any], al
     for key in here:
         if saved.get(key) == here[key] or key in _CONVERTED:
             continue
+        if key == EPOCH and key not in saved:
+            continue  # older checkpoints do not say it
         if key == "objective.variant" and saved.get("objective.name") != here["objective.name"]:
             continue  # that there was none says the name already
         text = f"{key}: {_short(saved.get(key))} there, {_short(here[key])} here"

@@ -13,7 +13,9 @@ import torch
 from sopdist.checkpoint import open_checkpoint
 from sopdist.config import ConfigError
 from sopdist.data.errors import DataError
-from sopdist.train.fingerprint import ALLOWED, check_allowed, compare
+from sopdist.data.labels import write_labels
+from sopdist.data.manifest import read_manifest
+from sopdist.train.fingerprint import ALLOWED, EPOCH, check_allowed, compare
 from sopdist.train.running import run_config
 from tests.e2e.records import lines_of, newest_checkpoint
 from tests.train.grey_images import write_images
@@ -68,7 +70,7 @@ def saved_fingerprint(place: Path) -> dict[str, Any]:
 
 def test_it_tells_apart_what_must_be_the_same(place: Path) -> None:
     assert saved_fingerprint(place).keys() == {
-        "samples", "classes", "shards", "labels", "plan version", "run.seed", "train.batch", "model.name",
+        "samples", "classes", "shards", "labels", "plan version", EPOCH, "run.seed", "train.batch", "model.name",
         "objective.name", "objective.variant", "objective.layout", "optim.name",
         "data.balanced_per_epoch", "data.lanes", "data.block",
     }  # fmt: skip
@@ -94,6 +96,9 @@ def test_every_key_is_refused_with_both_sides_named_but_the_layout_which_is_conv
         assert f"{key}: {shown(saved, key)} there, another here" in told
         assert (f"--allow-change {key} goes on nevertheless" in told) == (key in ALLOWED)
         without = {name: value for name, value in saved.items() if name != key}
+        if key == EPOCH:  # older checkpoints do not say it
+            assert compare("x", without, saved, ()) == []
+            continue
         with pytest.raises(DataError, match=f"{key}: None there"):
             compare("x", without, saved, ())
 
@@ -169,6 +174,19 @@ def test_a_change_of_labels_or_variant_keeps_the_rows_and_a_new_table_begins_ane
     anew = open_checkpoint(newest_checkpoint(go_on(run, "anew", *overrides, one_more, allow=keys))).noise()
     assert sorted(set(anew["visits"].tolist())) == [0, 1]
     assert int((anew["visits"] == 1).sum()) == 9
+
+
+def test_other_labels_that_make_epochs_of_another_length_are_refused_even_if_labels_may_change(
+    go_on: Train, place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A balanced epoch has no more samples of a class than there are labels of it."""
+    monkeypatch.chdir(place)
+    manifest = read_manifest(place / "shards" / "train")
+    write_labels(place / "shards" / "train", manifest, "one-class", [0] * 30, {})
+    balanced = (*PLAIN, f"data.balanced_per_epoch={10 * len(manifest.classes)}")
+    assert run_config("small.yaml", ["run.name=even", *balanced, "train.max_steps=2"]) == 0
+    go_on("even", "uneven", *balanced, "data.labels=one-class", allow=("labels",), code=1)
+    assert f"{EPOCH}: 4 there, 2 here" in capsys.readouterr().err
 
 
 def test_a_new_optimizer_begins_without_a_memory(go_on: Train) -> None:
