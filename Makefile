@@ -6,7 +6,7 @@ READY  := $(VENV)/.ready
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 LOCKED  = $(shell grep -E '^$(1)==' requirements.lock)
 
-.PHONY: help env demo test test-long lint format bench clean
+.PHONY: help env demo test test-long lint format bench figures clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -27,7 +27,7 @@ $(READY): pyproject.toml requirements.lock sopdist/noise/kernels/native.c sopdis
 	@echo "  torchvision and timm, which would bring another torch"
 	@$(PIP) --no-deps $(call LOCKED,torchvision) $(call LOCKED,timm)
 	@echo "  everything else"
-	@$(PIP) -c requirements.lock --no-build-isolation --config-settings editable_mode=compat -e '.[demo,triton,data,train,timm,export,dev]'
+	@$(PIP) -c requirements.lock --no-build-isolation --config-settings editable_mode=compat -e '.[demo,triton,data,train,timm,theory,export,dev]'
 	@$(BIN)/python -c 'from sopdist.noise.kernels import native_kernels as n; n.is_built() or print( \
 		"No C compiler was found: CPU kernels are missing, the slower reference is used. On Debian: apt-get install gcc")'
 	@touch $@
@@ -57,6 +57,9 @@ bench: $(READY) ## noise table, steps and input pipeline against their peers, an
 	$(BIN)/sopdist bench checkpoint
 	$(BIN)/sopdist bench input
 	$(BIN)/sopdist bench kernels
+
+figures: $(READY) ## all figures of docs/theory.md anew, with their numbers (about 10 minutes on two cores)
+	for name in flow landscape phase lambda implicit-bias; do $(BIN)/sopdist theory $$name --out docs/figures || exit 1; done
 
 clean: ## remove the environment and all caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info

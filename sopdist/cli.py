@@ -32,6 +32,7 @@ class Entry(NamedTuple):
 
     place: str  # its module
     summary: str  # a line for --help
+    extra: str = ""  # of `pip install 'sopdist[EXTRA]'`, if it needs one to be loaded
 
 
 COMMANDS = {
@@ -54,6 +55,15 @@ BENCHES = {
     "exchange": Entry(".bench.exchange", "bytes and time of rows and facts between ranks, sent ahead and asked for"),
     "checkpoint": Entry(".bench.checkpoint", "how long training stands still for a save, and a resume takes"),
     "kernels": Entry(".bench.kernels", "compile the CUDA kernels ahead of time: registers, spills (needs no GPU)"),
+}
+THEORY = {
+    "implicit-bias": Entry(
+        ".theory.implicit_bias", "descent on (theta, u, v) against the convex program that it should solve", "theory"
+    ),
+    "lambda": Entry(".theory.effect_of_lambda", "how well theta and s are recovered, against lambda", "theory"),
+    "phase": Entry(".theory.phase", "for which sparsity and rank recovery succeeds", "theory"),
+    "landscape": Entry(".theory.landscape", "every critical point is a global minimum or has a way down", "theory"),
+    "flow": Entry(".theory.visits", "one label of a noise table over its visits, by each rule", "theory"),
 }
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -100,6 +110,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"sopdist {__version__}")
     commands = _add(parser, COMMANDS, "COMMAND")
+    commands.add("theory", "section 3 of the paper as experiments with figures", lambda it: _add(it, THEORY, "NAME"))
     commands.add("bench", "measure sopdist against its peers, in one run", lambda bench: _add(bench, BENCHES, "WHAT"))
     return parser
 
@@ -107,13 +118,18 @@ def _parser() -> argparse.ArgumentParser:
 def _add(parser: argparse.ArgumentParser, entries: Mapping[str, Entry], metavar: str) -> Commands:
     commands = cast(Commands, parser.add_subparsers(required=True, metavar=metavar, action=Commands))
     for name, entry in entries.items():
-        commands.add(name, entry.summary, _declaration(entry.place))
+        commands.add(name, entry.summary, _declaration(entry))
     return commands
 
 
-def _declaration(place: str) -> Callable[[argparse.ArgumentParser], None]:
+def _declaration(entry: Entry) -> Callable[[argparse.ArgumentParser], None]:
     def declare(parser: argparse.ArgumentParser) -> None:
-        command = cast(Command, importlib.import_module(place, __package__))
+        try:
+            command = cast(Command, importlib.import_module(entry.place, __package__))
+        except ModuleNotFoundError as error:
+            if not entry.extra or (error.name or "").startswith(f"{__package__}."):
+                raise
+            raise DataError(f"this needs {error.name}: pip install 'sopdist[{entry.extra}]'") from None
         parser.description = (command.__doc__ or "").strip()
         command.add_arguments(parser)
         parser.set_defaults(run=command.run)

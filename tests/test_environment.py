@@ -33,7 +33,7 @@ def test_conda_users_get_what_pyproject_declares() -> None:
     (pip,) = (entry["pip"] for entry in environment["dependencies"] if isinstance(entry, dict))
     assert pip[-1] == "-e ."
     assert {str(Requirement(line)) for line in pip[:-1]} == {str(requirement) for requirement in declared()}
-    assert len(pip) - 1 == len(declared())
+    assert len(pip) - 1 == len({str(requirement) for requirement in declared()})
     python = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"]
     assert f"python{python}" in environment["dependencies"]
 

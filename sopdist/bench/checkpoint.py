@@ -21,10 +21,11 @@ from typing import Any
 from ..checkpoint.tensor_file import write_tensors
 from ..data.commands.arguments import whole
 from ..noise.rows import NoiseTable
+from ..text_table import format_table
 from .checkpoint_turns import BACKGROUND, NOW, TORCH, SaveTime, Sizes, measure
 from .ranks import RankError, run_on_ranks
 from .resume_times import first_batches
-from .timing import environment, format_table, load_warning, write_json
+from .timing import environment, load_warning, write_json
 from .turns import Ratio, paired_ratio
 from .verdict import Verdict
 

@@ -17,10 +17,11 @@ from statistics import median, quantiles
 
 from ..data.commands.arguments import whole
 from ..noise.exchange import FACT_WIRE_BYTES, row_wire_bytes
+from ..text_table import format_table
 from .exchange_turns import Cell, Mode, Sizes, StepTime, measure
 from .ranks import RankError, run_on_ranks
 from .step_turns import layout_of
-from .timing import environment, format_table, load_warning, write_json
+from .timing import environment, load_warning, write_json
 from .verdict import Verdict
 
 CLASSES, BATCHES = (10, 100, 1000), (128, 256, 512, 1024)

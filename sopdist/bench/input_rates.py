@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from ..data.settings import DataSettings
 from ..data.stream import Stream
+from ..text_table import format_table
 from .input_candidates import (
     CANDIDATES,
     DALI_READER,
@@ -30,7 +31,6 @@ from .input_candidates import (
 )
 from .photos import photo_jpegs, write_photo_shards
 from .plan import PlanFigures, plan_figures
-from .timing import format_table
 from .verdict import Verdict
 
 _RECIPE = "imagenet"  # random resized crops of 224

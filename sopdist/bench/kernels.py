@@ -13,7 +13,8 @@ from pathlib import Path
 from tqdm import tqdm
 
 from ..noise.kernels import aot
-from .timing import format_table, write_json
+from ..text_table import format_table
+from .timing import write_json
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -20,9 +20,10 @@ from typing import Any
 
 from ..config import ConfigError
 from ..data.commands.arguments import whole
+from ..text_table import format_table
 from .ranks import RankError, run_on_ranks
 from .step_turns import AHEAD, ASKED, CE, TOGETHER, Sizes, StepTime, layout_of, measure
-from .timing import environment, format_table, load_warning, write_json
+from .timing import environment, load_warning, write_json
 from .turns import Ratio, paired_ratio
 from .verdict import Verdict
 

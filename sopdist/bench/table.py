@@ -17,8 +17,9 @@ import torch
 from tqdm import tqdm
 
 from ..noise.rows import row_bytes
+from ..text_table import format_table
 from .candidates import AUTHORS, CANDIDATES, CROSS_ENTROPY, OURS, SETTLED, Batch, Sizes, Step, draw_batches
-from .timing import Timing, environment, format_table, load_warning, measure, write_json
+from .timing import Timing, environment, load_warning, measure, write_json
 from .verdict import Verdict
 
 LOSSES = ("slots, flow", SETTLED, "dense, flow")  # what part 2 holds against cross-entropy

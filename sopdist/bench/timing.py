@@ -12,7 +12,7 @@ import platform
 import random
 import statistics
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -86,21 +86,6 @@ def _summarise(seconds: list[float]) -> Timing:
     few = len(seconds) < 2  # then there is nothing to interpolate
     lower, median, upper = seconds * 3 if few else statistics.quantiles(seconds, n=4, method="inclusive")
     return Timing(median, lower, upper, len(seconds))
-
-
-def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Lines of aligned columns: the first to the left, the others to the right."""
-    lines = [list(header), *map(list, rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    lines.insert(1, ["-" * width for width in widths])
-    padded = (
-        [
-            cell.ljust(width) if i == 0 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ]
-        for line in lines
-    )
-    return "\n".join("  ".join(line).rstrip() for line in padded)
 
 
 def environment() -> dict[str, Any]:

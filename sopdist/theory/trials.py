@@ -1,0 +1,89 @@
+"""Independent pieces of work on several processes, with one bar; the results do not depend on how many processes."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from typing import TypeVar
+
+import numpy as np
+from threadpoolctl import threadpool_limits
+
+from ..data.commands.output import progress_bar
+from .problem import ProblemError
+
+Task = TypeVar("Task")
+Result = TypeVar("Result")
+
+
+def generator_of(seed: int, *place: int) -> np.random.Generator:
+    """The random numbers of one trial: a function of the seed and of where it stands, not of who draws before."""
+    return np.random.default_rng([seed, *place])
+
+
+def work_off(
+    work: Callable[[Task], Result], tasks: Sequence[Task], jobs: int, *, title: str, unit: str
+) -> list[Result]:
+    """`work` of each task, in their order, on `jobs` processes. It must be a function of a module, or a partial of one.
+
+    Tasks that take long should come first: the last ones decide how long the other processes wait.
+    """
+    found: list[Result] = []
+    with progress_bar(total=len(tasks), desc=title, unit=unit) as bar:
+        for result in _results(work, tasks, min(jobs, len(tasks))):
+            found.append(result)
+            bar.update()
+    return found
+
+
+def _results(work: Callable[[Task], Result], tasks: Sequence[Task], jobs: int) -> Iterable[Result]:
+    if jobs <= 1:
+        with threadpool_limits(1):
+            yield from map(work, tasks)
+        return
+    with _pool(jobs) as pool:
+        with _without_interrupts():  # processes that are started now inherit it: Ctrl-C is for this one alone
+            waiting: list[Future[Result]] = [pool.submit(work, task) for task in tasks]
+        try:
+            for future in waiting:
+                yield future.result()
+        except BrokenProcessPool:
+            raise ProblemError("a process was killed, perhaps for want of memory; fewer --jobs need less") from None
+
+
+@contextmanager
+def _pool(jobs: int) -> Iterator[ProcessPoolExecutor]:
+    # Fresh processes: a fork would copy threads of libraries by half.
+    pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), initializer=_begin)
+    try:
+        yield pool
+    except BaseException:
+        for process in list(pool._processes.values()):  # an interrupt does not wait for what is under way
+            process.terminate()
+        raise
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _begin() -> None:
+    threadpool_limits(1)  # the processes are the parallelism
+
+
+@contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """One that comes is held back until the end."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def usable_cores() -> int:
+    """How many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,154 @@
+"""The commands as a user starts them."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from sopdist import cli
+from sopdist.cli import THEORY, main
+
+SMALL = {
+    "implicit-bias": ["--samples", "8", "--parameters", "10", "--rank", "2", "--wrong", "1"],
+    "lambda": ["--samples", "12", "--parameters", "15"],
+    "phase": ["--samples", "12", "--parameters", "15"],
+    "landscape": ["--samples", "6", "--parameters", "8", "--rank", "2", "--wrong", "1"],
+    "flow": [],
+}
+
+
+def start(name: str, out: Path, *more: str) -> int:
+    return main(["theory", name, "--quick", "--trials", "2", "--out", str(out), *SMALL[name], *more])
+
+
+def read(out: Path, name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((out / f"{name}.json").read_text())
+    return found
+
+
+@pytest.mark.parametrize("name", list(SMALL))
+def test_a_command_leaves_figures_numbers_and_a_verdict(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    out = tmp_path / "new" / "folder"
+    assert start(name, out, "--jobs", "1") == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    found = read(out, name)
+    assert found["command"] == name
+    assert found["settings"]["seed"] == 0
+    assert found["settings"]["trials"] == 2
+    assert found["verdict"] in printed
+    assert "nan" not in found["verdict"]
+    assert {path.name for path in out.iterdir()} == {f"{name}{ending}" for ending in (".png", ".svg", ".csv", ".json")}
+    assert (out / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    assert ElementTree.parse(out / f"{name}.svg").getroot().tag.endswith("svg")
+    lines = (out / f"{name}.csv").read_text().splitlines()
+    assert len(lines) > 10
+    assert {line.count(",") for line in lines} == {lines[0].count(",")}
+
+
+def test_every_command_is_tested() -> None:
+    assert SMALL.keys() == THEORY.keys()
+
+
+@pytest.mark.parametrize("name", ["lambda", "landscape"])
+def test_the_numbers_do_not_depend_on_the_number_of_processes(tmp_path: Path, name: str) -> None:
+    for jobs in ("1", "2"):
+        assert start(name, tmp_path / jobs, "--jobs", jobs) == 0
+    assert read(tmp_path / "1", name) == read(tmp_path / "2", name)
+    for ending in (".csv", ".svg", ".png"):
+        one, two = ((tmp_path / jobs / f"{name}{ending}").read_bytes() for jobs in ("1", "2"))
+        assert one == two, ending
+
+
+def test_another_seed_draws_other_problems(tmp_path: Path) -> None:
+    for seed in ("0", "1"):
+        assert start("phase", tmp_path / seed, "--jobs", "1", "--seed", seed) == 0
+    assert read(tmp_path / "0", "phase")["coherence"] != read(tmp_path / "1", "phase")["coherence"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["landscape", "--wrong", "21"], "k = 21 wrong observations: there are N = 20, so k must be from 0 to 20"),
+        (["implicit-bias", "--rank", "21"], "r = 21: a matrix of N x p = 20 x 40 has at most min(N, p) of rank"),
+        (["implicit-bias", "--gamma", "2"], "gamma = 2: must be below 1"),
+        (["phase", "--lambda", "0"], "'0' is not a finite number above 0"),
+        (["phase", "--lambda", "-1"], "argument --lambda"),
+        (["lambda", "--trials", "0"], "'0' is not a whole number from 1"),
+        (["phas"], "did you mean 'phase'?"),
+    ],
+)
+def test_bad_input_is_refused_before_any_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    out = tmp_path / "out"
+    try:
+        code = main(["theory", *arguments, "--out", str(out)])
+    except SystemExit as error:
+        code = error.code
+    assert code != 0
+    said = capsys.readouterr().err
+    assert message in said
+    assert "Traceback" not in said
+    assert not out.exists()
+
+
+def test_a_folder_that_cannot_be_written_is_found_before_the_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    assert start("phase", tmp_path / "file" / "below") == 1
+    assert "cannot be written" in capsys.readouterr().err
+
+
+def test_a_missing_package_is_named_with_the_extra_that_brings_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in [name for name in sys.modules if name.startswith("sopdist.theory")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "cvxpy", None)  # as if it were not installed
+    assert cli.main(["theory", "phase", "--help"]) == 1
+    assert capsys.readouterr().err == "sopdist: this needs cvxpy: pip install 'sopdist[theory]'\n"
+
+
+def test_an_interrupt_ends_all_processes_at_once(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "sopdist", "theory", "phase", "--jobs", "2", "--out", str(tmp_path)]
+    program = subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )  # fmt: skip
+    workers: list[int] = []
+    until = time.monotonic() + 60
+    while len(workers) < 3 and time.monotonic() < until:  # two, and the one that counts what they share
+        time.sleep(0.1)
+        workers = children(program.pid)
+    os.killpg(program.pid, signal.SIGINT)
+    _, said = program.communicate(timeout=60)
+    assert program.returncode == 130
+    assert said.splitlines()[-1] == "sopdist: interrupted"
+    assert "Traceback" not in said
+    assert not list(tmp_path.iterdir())
+    until = time.monotonic() + 10
+    while (left := [pid for pid in workers if runs(pid)]) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert not left
+
+
+def runs(pid: int) -> bool:
+    """Whether it has not ended; one that nobody has asked for yet has."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
