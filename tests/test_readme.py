@@ -158,8 +158,9 @@ def as_printed(command: list[str], folder: Path) -> subprocess.CompletedProcess[
 @pytest.mark.parametrize("page", PAGES)
 def test_commands_and_links_in_the_docs_exist(page: str, capsys: pytest.CaptureFixture[str]) -> None:
     text = (ROOT / page).read_text()
-    known = (*COMMANDS, "bench")
-    for command in set(re.findall(r"sopdist ((?:bench |prepare |labels |checkpoint )?[a-z0-9-]+)(?=[`; ,])", text)):
+    known = (*COMMANDS, "bench", "theory")
+    groups = "bench |theory |prepare |labels |checkpoint "
+    for command in set(re.findall(rf"sopdist ((?:{groups})?[a-z0-9-]+)(?=[`; ,])", text)):
         if command.split()[0] in known:
             with pytest.raises(SystemExit) as stop:
                 main([*command.split(), "--help"])

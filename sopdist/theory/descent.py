@@ -12,7 +12,8 @@ from .problem import Array, Problem, check_positive
 
 # The step is as long as two limits allow. Half of what a quadratic with the largest curvature at hand would bear; and u
 # and v may change by this share at most, for a step of the descent to be close to the flow over the same time.
-_CURVATURE, LARGEST_CHANGE = 0.5, 0.004
+_CURVATURE, LARGEST_CHANGE = 0.5, 0.001
+TOLERANCE = 1e-5  # of the residual; what is left then is less than what the length of the steps costs
 _LOOK_EVERY = 50  # steps between looks whether some have converged
 
 
@@ -32,11 +33,14 @@ def descend(
     alphas: Array,
     gamma: float,
     *,
-    tolerance: float = 1e-6,
+    tolerance: float = TOLERANCE,
     largest_change: float = LARGEST_CHANGE,
-    most_steps: int = 20_000_000,
+    most_steps: int = 5_000_000,
 ) -> Descent:
-    """Go down from gamma with each alpha until the residual is at most `tolerance` of the largest |y|."""
+    """Go down from gamma with each alpha until the residual is at most `tolerance` of the largest |y|, or time is up.
+
+    Time runs out only next to an alpha at which an entry of s turns from zero to not zero.
+    """
     check_positive("gamma", gamma)
     check_positive("the smallest alpha", float(alphas.min()))
     basis, y = problem.basis, problem.y  # (N, r), (N,)

@@ -22,26 +22,27 @@ from matplotlib.figure import Figure
 
 from .arguments import add_common_arguments, add_problem, leave, open_folder, positive
 from .convex import ConvexProgram
-from .descent import descend
+from .descent import TOLERANCE, descend
 from .figures import COLOURS, MARKERS, heat_map, new_figure
-from .gradient_flow import alpha_of, follow_flow
+from .gradient_flow import alpha_of, follow_flow, weights_of
 from .problem import Array, Problem, check_sizes, draw_problem, relative_difference, relative_error
 from .trials import generator_of, work_off
 
 NAME = "implicit-bias"
 ALPHAS, LAMBDAS = (4.0, 4000.0), (1e-4, 1.0)  # the paper's ranges
+CLOSE = 1e-2  # relative difference up to which two solvers agree
 RECOVERED = 1e-3  # relative error up to which a solution counts as the truth
 _FAR = 2.0  # off the curve: lambda at least so many times, or so many times less, than on it
 _NAMES = ("theta", "s")
+Solution = tuple[Array, Array]  # c (r,) and s (N,)
 
 
 @dataclass(frozen=True)
 class Grid:
-    """How finely, and how exactly."""
+    """How finely."""
 
     alphas: Array
     weights: Array  # the lambdas
-    tolerance: float  # of the descent's residual
     gammas: int  # how many for the second figure, each the square of the one before
 
 
@@ -53,17 +54,18 @@ class Trial:
     on_curve: dict[str, Array]  # pair of solvers -> (A, 2), lambda being that of the curve
     recovered: Array  # (A,) whether the program finds the truth there
     residual: Array  # (A,) of the descent
+    converged: Array  # (A,) whether that is at most the tolerance
     steps: Array  # (A,)
     by_gamma: Array  # (gammas, A, 2): flow against program on the curve, at gamma, gamma^2, gamma^4, ...
 
 
-FULL = Grid(np.geomspace(*ALPHAS, 61), np.geomspace(*LAMBDAS, 81), 1e-6, 3)
-QUICK = Grid(np.geomspace(*ALPHAS, 13), np.geomspace(*LAMBDAS, 17), 1e-5, 2)
+FULL = Grid(np.geomspace(*ALPHAS, 61), np.geomspace(*LAMBDAS, 81), 3)
+QUICK = Grid(np.geomspace(*ALPHAS, 13), np.geomspace(*LAMBDAS, 17), 2)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare its options."""
-    add_common_arguments(parser, trials="problems to draw; the maps show the first (default 4, with --quick 1)")
+    add_common_arguments(parser, trials="problems to draw; the maps show the first (default 10, with --quick 1)")
     add_problem(parser)
     parser.add_argument(
         "--gamma", type=positive, default=math.exp(-8), metavar="X", help="where u and v start (default e^-8)"
@@ -77,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
     alpha_of(1.0, args.gamma)  # refuses what is not between 0 and 1
     open_folder(args.out)
     grid = QUICK if args.quick else FULL
-    args.trials = args.trials or (1 if args.quick else 4)
+    args.trials = args.trials or (1 if args.quick else 10)
     solve = partial(solve_trial, sizes=sizes, seed=args.seed, gamma=args.gamma, grid=grid)
     trials = work_off(solve, range(args.trials), args.jobs, title=NAME, unit="problem")
     numbers = summarise(trials, grid, args.gamma)
@@ -86,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
         for alpha, line in zip(grid.alphas, trials[0].apart, strict=True)
         for weight, cell in zip(grid.weights, line, strict=True)
     ]
-    leave(NAME, args, draw(trials, grid, args.gamma), rows, numbers, verdict(numbers, args))
+    leave(NAME, args, draw(trials, grid, args.gamma), rows, numbers, verdict(numbers, args.trials))
     return 0
 
 
@@ -94,44 +96,52 @@ def solve_trial(trial: int, sizes: tuple[int, int, int, int], seed: int, gamma: 
     """All solvers on one problem."""
     problem = draw_problem(*sizes, generator_of(seed, trial))
     program = ConvexProgram(problem.samples, problem.rank)
-    descent = descend(problem, grid.alphas, gamma, tolerance=grid.tolerance)
-    by_weight = [program.solve(problem, weight) for weight in grid.weights]
-    apart = [
-        [_apart(c, s, optimum.c, optimum.s) for optimum in by_weight] for c, s in zip(descent.c, descent.s, strict=True)
-    ]
-    curve = [program.solve(problem, -math.log(gamma) / (2 * alpha)) for alpha in grid.alphas]
-    flow = [follow_flow(problem, alpha, gamma) for alpha in grid.alphas]
-    found = [(c, s) for c, s in zip(descent.c, descent.s, strict=True)]
-    limits, optima = [(limit.c, limit.s) for limit in flow], [(optimum.c, optimum.s) for optimum in curve]
-    pairs = {
-        "descent, program": (found, optima), "flow, program": (limits, optima), "descent, flow": (found, limits),
-    }  # fmt: skip
-    on_curve = {
-        pair: np.array([_apart(*one, *other) for one, other in zip(ones, others, strict=True)])
-        for pair, (ones, others) in pairs.items()
-    }
+    descent = descend(problem, grid.alphas, gamma)
+    descents = list(zip(descent.c, descent.s, strict=True))
+    optima = [_solve(program, problem, weight) for weight in grid.weights]
+
+    weights = weights_of(grid.alphas, gamma)
+    curve = [_solve(program, problem, weight) for weight in weights]
+    gammas = [gamma ** (2**power) for power in range(grid.gammas)]
+    flows = [[_flow(problem, weight, small) for weight in weights] for small in gammas]
     return Trial(
-        np.array(apart), on_curve,
-        np.array([relative_error(optimum.c, problem.c) < RECOVERED for optimum in curve]),
-        descent.residual, descent.steps,
-        np.array([_flow_against(problem, curve, gamma ** (2**power), grid, gamma) for power in range(grid.gammas)]),
-    )  # fmt: skip
+        apart=np.array([[_apart(one, other) for other in optima] for one in descents]),
+        on_curve={
+            "descent, program": _along(descents, curve),
+            "flow, program": _along(flows[0], curve),
+            "descent, flow": _along(descents, flows[0]),
+        },
+        recovered=np.array([relative_error(c, problem.c) < RECOVERED for c, _ in curve]),
+        residual=descent.residual,
+        converged=descent.converged,
+        steps=descent.steps,
+        by_gamma=np.array([_along(flow, curve) for flow in flows]),
+    )
 
 
-def _flow_against(problem: Problem, curve: list[Any], gamma: float, grid: Grid, first_gamma: float) -> Array:
-    """(A, 2): the flow from `gamma` against the same programs."""
-    weights = -math.log(first_gamma) / (2 * grid.alphas)
-    limits = [follow_flow(problem, alpha_of(float(weight), gamma), gamma) for weight in weights]
-    return np.array([_apart(limit.c, limit.s, best.c, best.s) for limit, best in zip(limits, curve, strict=True)])
+def _solve(program: ConvexProgram, problem: Problem, weight: float) -> Solution:
+    optimum = program.solve(problem, weight)
+    return optimum.c, optimum.s
 
 
-def _apart(c: Array, s: Array, other_c: Array, other_s: Array) -> tuple[float, float]:
-    return relative_difference(c, other_c), relative_difference(s, other_s)
+def _flow(problem: Problem, weight: float, gamma: float) -> Solution:
+    limit = follow_flow(problem, alpha_of(weight, gamma), gamma)
+    return limit.c, limit.s
+
+
+def _along(ones: list[Solution], others: list[Solution]) -> Array:
+    """(A, 2): differences along the curve."""
+    return np.array([_apart(one, other) for one, other in zip(ones, others, strict=True)])
+
+
+def _apart(one: Solution, other: Solution) -> tuple[float, float]:
+    """Relative differences in theta and s."""
+    return relative_difference(one[0], other[0]), relative_difference(one[1], other[1])
 
 
 def summarise(trials: list[Trial], grid: Grid, gamma: float) -> dict[str, Any]:
     """Medians over all problems: on the curve, off it, where recovery is exact and where it is not."""
-    far = np.abs(np.log(grid.weights / (-math.log(gamma) / (2 * grid.alphas[:, None])))) > math.log(_FAR)  # (A, L)
+    far = np.abs(np.log(grid.weights / weights_of(grid.alphas, gamma)[:, None])) > math.log(_FAR)  # (A, L)
     exact = np.concatenate([trial.recovered for trial in trials])
     numbers: dict[str, Any] = {
         "on_curve": {}, "off_curve": _by_name(np.concatenate([trial.apart[far] for trial in trials])),
@@ -143,11 +153,15 @@ def summarise(trials: list[Trial], grid: Grid, gamma: float) -> dict[str, Any]:
             "all": _by_name(values), "recovered": _by_name(values[exact]), "not recovered": _by_name(values[~exact]),
             "largest": {name: float(values[:, i].max()) for i, name in enumerate(_NAMES)},
         }  # fmt: skip
+    close = (np.concatenate([trial.on_curve["descent, program"] for trial in trials])[exact] < CLOSE).all(axis=1)
+    numbers["share_close_where_recovered"] = float(close.mean()) if len(close) else None
     by_gamma = np.concatenate([trial.by_gamma for trial in trials], axis=1)  # (gammas, trials A, 2)
     numbers["by_gamma"] = [
         {"gamma": gamma ** (2**power), "recovered": _by_name(values[exact]), "not recovered": _by_name(values[~exact])}
         for power, values in enumerate(by_gamma)
     ]
+    converged = np.concatenate([trial.converged for trial in trials])
+    numbers["descents"], numbers["converged"] = len(converged), int(converged.sum())
     numbers["largest_residual"] = float(max(trial.residual.max() for trial in trials))
     numbers["most_steps"] = int(max(trial.steps.max() for trial in trials))
     return numbers
@@ -157,22 +171,24 @@ def _by_name(values: Array) -> dict[str, float | None]:
     return {name: float(np.median(values[:, i])) if len(values) else None for i, name in enumerate(_NAMES)}
 
 
-def verdict(numbers: dict[str, Any], args: argparse.Namespace) -> str:
+def verdict(numbers: dict[str, Any], trials: int) -> str:
     """One paragraph."""
     pair, gap = numbers["on_curve"]["descent, program"], numbers["on_curve"]["descent, flow"]
 
     def told(values: dict[str, float | None]) -> str:
         return " and ".join("nothing" if values[name] is None else f"{values[name]:.2g}" for name in _NAMES)
 
-    last = numbers["by_gamma"][-1]
+    last, share = numbers["by_gamma"][-1], numbers["share_close_where_recovered"]
+    close = "none" if share is None else f"{share:.0%}"
     return (
-        f"Descent and convex program, relative difference in theta and s, median over {args.trials} problems: on the "
+        f"Descent and convex program, relative difference in theta and s, median over {trials} problems: on the "
         f"curve {told(pair['all'])}, off it (lambda at least {_FAR:g} times too large or too small) "
         f"{told(numbers['off_curve'])}. On the curve it is {told(pair['recovered'])} where the program recovers the "
-        f"truth ({numbers['share_recovered']:.0%} of the curve), {told(pair['not recovered'])} where it does not; the "
-        f"flow from gamma = {last['gamma']:.1g} comes to {told(last['recovered'])}, and {told(last['not recovered'])}. "
-        f"Descent and flow differ by at most {told(gap['largest'])}. The descent took up to {numbers['most_steps']:,} "
-        f"steps; its largest residual is {numbers['largest_residual']:.1g} of the largest |y|."
+        f"truth ({numbers['share_recovered']:.0%} of the curve, {close} of it within {CLOSE:g}), "
+        f"{told(pair['not recovered'])} where it does not; the flow from gamma = {last['gamma']:.1g} comes to {told(last['recovered'])}, and {told(last['not recovered'])}. "
+        f"Descent and flow differ by at most {told(gap['largest'])}. {numbers['converged']} of {numbers['descents']} "
+        f"descents came to a residual of {TOLERANCE:g} of the largest |y|, in up to {numbers['most_steps']:,} steps; "
+        f"the largest residual left is {numbers['largest_residual']:.2g}."
     )
 
 
@@ -180,7 +196,7 @@ def draw(trials: list[Trial], grid: Grid, gamma: float) -> Figure:
     """Two maps of the first problem above two panels along the curve."""
     figure, axes = new_figure(2, 2, (9, 7.5))
     first = trials[0]
-    curve = -math.log(gamma) / (2 * grid.alphas)
+    curve = weights_of(grid.alphas, gamma)
     for i, symbol in enumerate((r"\theta", "s")):
         upper, lower = axes[0, i], axes[1, i]
         colours = heat_map(upper, grid.weights, grid.alphas, first.apart[:, :, i], vmin=0, vmax=1)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -42,13 +43,13 @@ def work_off(
 
 
 def _results(work: Callable[[Task], Result], tasks: Sequence[Task], jobs: int) -> Iterable[Result]:
+    alone = partial(_work_alone, work)
     if jobs <= 1:
-        with threadpool_limits(1):
-            yield from map(work, tasks)
+        yield from map(alone, tasks)
         return
     with _pool(jobs) as pool:
         with _without_interrupts():  # processes that are started now inherit it: Ctrl-C is for this one alone
-            waiting: list[Future[Result]] = [pool.submit(work, task) for task in tasks]
+            waiting: list[Future[Result]] = [pool.submit(alone, task) for task in tasks]
         try:
             for future in waiting:
                 yield future.result()
@@ -59,7 +60,7 @@ def _results(work: Callable[[Task], Result], tasks: Sequence[Task], jobs: int) -
 @contextmanager
 def _pool(jobs: int) -> Iterator[ProcessPoolExecutor]:
     # Fresh processes: a fork would copy threads of libraries by half.
-    pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), initializer=_begin)
+    pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"))
     try:
         yield pool
     except BaseException:
@@ -70,8 +71,9 @@ def _pool(jobs: int) -> Iterator[ProcessPoolExecutor]:
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _begin() -> None:
-    threadpool_limits(1)  # the processes are the parallelism
+def _work_alone(work: Callable[[Task], Result], task: Task) -> Result:
+    with threadpool_limits(1):  # the processes are the parallelism; here, where all libraries are loaded
+        return work(task)
 
 
 @contextmanager

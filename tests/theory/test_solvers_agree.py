@@ -31,7 +31,7 @@ def test_all_three_agree_where_the_truth_is_recovered(problem: Problem, weight: 
     assert relative_error(program.c, problem.c) < 1e-3
     alpha = alpha_of(weight, GAMMA)
     flow = follow_flow(problem, alpha, GAMMA)
-    descent = descend(problem, np.array([alpha]), GAMMA, tolerance=1e-5)
+    descent = descend(problem, np.array([alpha]), GAMMA)
     assert descent.converged.all()
     assert max(apart(flow, program)) < 1e-2
     for c, s in ((program.c, program.s), (flow.c, flow.s)):
@@ -43,7 +43,7 @@ def test_all_three_agree_where_the_truth_is_recovered(problem: Problem, weight: 
 def test_descent_follows_its_flow_also_where_the_truth_is_not_recovered(problem: Problem, weight: float) -> None:
     alpha = alpha_of(weight, GAMMA)
     flow = follow_flow(problem, alpha, GAMMA)
-    descent = descend(problem, np.array([alpha]), GAMMA, tolerance=1e-5)
+    descent = descend(problem, np.array([alpha]), GAMMA)
     assert relative_difference(descent.c[0], flow.c) < 1e-2
     assert relative_difference(descent.s[0], flow.s) < 1e-2
 
@@ -118,9 +118,9 @@ def test_shorter_steps_come_closer_to_the_flow(problem: Problem) -> None:
 
 def test_alphas_side_by_side_do_not_mind_each_other(problem: Problem) -> None:
     alphas = np.array([8.0, 60.0, 2000.0])
-    together = descend(problem, alphas, GAMMA, tolerance=1e-5)
+    together = descend(problem, alphas, GAMMA)
     for row, alpha in enumerate(alphas):
-        alone = descend(problem, np.array([alpha]), GAMMA, tolerance=1e-5)
+        alone = descend(problem, np.array([alpha]), GAMMA)
         np.testing.assert_allclose(together.c[row], alone.c[0], rtol=1e-6)
         assert together.steps[row] == alone.steps[0]
 
