@@ -119,27 +119,43 @@ def test_a_missing_package_is_named_with_the_extra_that_brings_it(
     assert capsys.readouterr().err == "sopdist: this needs cvxpy: pip install 'sopdist[theory]'\n"
 
 
-def test_an_interrupt_ends_all_processes_at_once(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "sopdist", "theory", "phase", "--jobs", "2", "--out", str(tmp_path)]
+def start_and_wait_for_processes(out: Path) -> tuple[subprocess.Popen[str], list[int]]:
     program = subprocess.Popen(
-        command, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        [sys.executable, "-m", "sopdist", "theory", "phase", "--jobs", "2", "--out", str(out)],
+        stderr=subprocess.PIPE, text=True, start_new_session=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )  # fmt: skip
-    workers: list[int] = []
+    started: list[int] = []
     until = time.monotonic() + 60
-    while len(workers) < 3 and time.monotonic() < until:  # two, and the one that counts what they share
+    while len(started) < 3 and time.monotonic() < until:  # two, and the one that counts what they share
         time.sleep(0.1)
-        workers = children(program.pid)
+        started = children(program.pid)
+    return program, started
+
+
+def are_gone(pids: list[int], timeout: float = 30.0) -> bool:
+    until = time.monotonic() + timeout
+    while (left := [pid for pid in pids if runs(pid)]) and time.monotonic() < until:
+        time.sleep(0.1)
+    return not left
+
+
+def test_an_interrupt_ends_all_processes_at_once(tmp_path: Path) -> None:
+    program, started = start_and_wait_for_processes(tmp_path)
     os.killpg(program.pid, signal.SIGINT)
     _, said = program.communicate(timeout=60)
     assert program.returncode == 130
     assert said.splitlines()[-1] == "sopdist: interrupted"
     assert "Traceback" not in said
     assert not list(tmp_path.iterdir())
-    until = time.monotonic() + 10
-    while (left := [pid for pid in workers if runs(pid)]) and time.monotonic() < until:
-        time.sleep(0.1)
-    assert not left
+    assert are_gone(started)
+
+
+def test_a_command_that_is_killed_leaves_no_process_behind(tmp_path: Path) -> None:
+    program, started = start_and_wait_for_processes(tmp_path)
+    program.kill()
+    program.wait(60)
+    assert are_gone(started)
 
 
 def runs(pid: int) -> bool:
