@@ -65,8 +65,17 @@ def check_allowed(keys: Collection[str]) -> None:
             raise ConfigError(f"--allow-change {key}: can only be of {', '.join(ALLOWED)}")
 
 
-def compare(where: object, saved: Mapping[str, Any], here: Mapping[str, Any], allow: Collection[str]) -> list[str]:
-    """What differs and is allowed to; DataError, with both sides, if anything differs that is not."""
+def compare(
+    where: object,
+    saved: Mapping[str, Any],
+    here: Mapping[str, Any],
+    allow: Collection[str],
+    label_sets: tuple[str, str] = ("", ""),
+) -> list[str]:
+    """What differs and is allowed to; DataError, with both sides, if anything differs that is not.
+
+    `label_sets` are the names of those there and here: a digest alone tells a person nothing.
+    """
     refused, allowed = [], []
     for key in here:
         if saved.get(key) == here[key] or key in _CONVERTED:
@@ -75,7 +84,10 @@ def compare(where: object, saved: Mapping[str, Any], here: Mapping[str, Any], al
             continue  # older checkpoints do not say it
         if key == "objective.variant" and saved.get("objective.name") != here["objective.name"]:
             continue  # that there was none says the name already
-        text = f"{key}: {_short(saved.get(key))} there, {_short(here[key])} here"
+        there, now = _short(saved.get(key)), _short(here[key])
+        if key == "labels":
+            there, now = f"{label_sets[0]} {there}".strip(), f"{label_sets[1]} {now}".strip()
+        text = f"{key}: {there} there, {now} here"
         if key in allow:
             allowed.append(text)
         elif key in ALLOWED:

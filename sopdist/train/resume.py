@@ -68,7 +68,8 @@ def load_checkpoint(session: Session, folder: Path, allow: Collection[str] = ())
     """Go on from a checkpoint. Collective; refuses one of another run, and says what differs."""
     world, engine = session.world, session.engine
     saved = world.agree(lambda: open_checkpoint(folder))
-    allowed = world.agree(lambda: compare(folder, saved.fingerprint, fingerprint(session), allow))
+    label_sets = _label_set(saved), session.config.data.labels
+    allowed = world.agree(lambda: compare(folder, saved.fingerprint, fingerprint(session), allow, label_sets))
     if allowed and world.rank == 0:
         _logger.warning("%s: goes on, as allowed, with %s", folder, "; ".join(allowed))
     own = world.rank if saved.ranks == world.size else None  # the rank whose part this one goes on with
@@ -154,6 +155,13 @@ def _load_rows(session: Session, saved: Saved) -> int:
         return 0
     before = int(rows["evictions"].sum()) if "evictions" in rows else 0
     return int(table.evictions.sum()) - before
+
+
+def _label_set(saved: Saved) -> str:
+    """What a checkpoint's labels were called, if it says so."""
+    data = saved.config.get("data")
+    name = data.get("labels") if isinstance(data, dict) else None
+    return name[:100] if isinstance(name, str) else ""
 
 
 def _tally(saved: Saved, world: World) -> Tensor | None:

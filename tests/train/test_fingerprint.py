@@ -103,6 +103,14 @@ def test_every_key_is_refused_with_both_sides_named_but_the_layout_which_is_conv
             compare("x", without, saved, ())
 
 
+def test_other_labels_are_refused_with_the_names_of_both_label_sets(
+    place: Path, go_on: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    go_on("sop", "other-labels", "data.labels=given", code=1)
+    digest = shown(saved_fingerprint(place), "labels")
+    assert f"labels: wrong {digest} there, given " in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("key", ALLOWED)
 def test_what_is_allowed_is_told_and_nothing_else_is_let_through_with_it(place: Path, key: str) -> None:
     saved = saved_fingerprint(place)
