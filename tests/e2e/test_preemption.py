@@ -119,8 +119,9 @@ def test_whoever_is_asked_all_ranks_stop_after_the_same_step(place: Path, case: 
     started = begin(place, run.name, kind, ranks, *keys)
     ask(started)
     assert set(codes_of(started)) <= codes, started.err.read_text()
-    assert assert_stopped(run)["reason"] == reason
-    assert f"stopped after step {last_step(run)}: {reason}; --resume auto goes on" in started.err.read_text()
+    told = assert_stopped(run)["reason"]
+    assert told == reason or (told == f"rank 1: {reason}" and "gone" in reason), "either rank may see it first"
+    assert f"stopped after step {last_step(run)}: {told}; --resume auto goes on" in started.err.read_text()
 
 
 @pytest.mark.long
