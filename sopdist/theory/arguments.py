@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 from ..data.commands.arguments import local_folder, seed, whole
 from ..data.commands.output import cannot_write, write_json, write_output
 from .figures import save_figure
+from .problem import ProblemError
 from .trials import usable_cores
 
 _LIBRARIES = ("sopdist", "numpy", "scipy", "cvxpy", "clarabel")
@@ -66,11 +67,18 @@ def positive(text: str) -> float:
 
 def open_folder(folder: Path) -> None:
     """Before hours of work: that files can be written there."""
+    if folder.exists() and not folder.is_dir():
+        raise ProblemError(f"{folder}: is a file, not a folder")
     with cannot_write(folder):
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / ".writable"
         probe.touch()
         probe.unlink()
+
+
+def counted(number: int, what: str) -> str:
+    """`1 problem`, `4 problems`."""
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 def leave(

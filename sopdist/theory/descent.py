@@ -14,6 +14,7 @@ from .problem import Array, Problem, check_positive
 # and v may change by this share at most, for a step of the descent to be close to the flow over the same time.
 _CURVATURE, LARGEST_CHANGE = 0.5, 0.001
 TOLERANCE = 1e-5  # of the residual; what is left then is less than what the length of the steps costs
+_SMALLEST = 1e-300  # a residual that is exactly 0 puts no limit
 _LOOK_EVERY = 50  # steps between looks whether some have converged
 
 
@@ -74,7 +75,7 @@ def descend(
                 if not len(live):
                     break
         steepest = curvature + 4 * alpha * (squares_u + squares_v).max(axis=1, keepdims=True)
-        tau = np.minimum(_CURVATURE / steepest, largest_change / (2 * alpha * largest))  # (L, 1)
+        tau = np.minimum(_CURVATURE / steepest, largest_change / (2 * alpha * np.maximum(largest, _SMALLEST)))  # (L, 1)
         c -= tau * (residual @ basis)
         change = 2 * alpha * tau * residual
         u -= u * change

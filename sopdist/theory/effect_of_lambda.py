@@ -1,8 +1,8 @@
 """`sopdist theory lambda`: how well the convex program recovers theta and s, against lambda; for several k, several r.
 
 The paper's claim: recovery is right exactly when lambda is above a threshold, which depends on k and r. N = 100,
-p = 150; r = 20 with k = 10 ... 80, and k = 20 with r = 10 ... 80. Means over the trials, with the range of the middle
-half of them.
+p = 150; r = 20 with k = 10 ... 80, and k = 20 with r = 10 ... 80 (with other --samples: as shares of them). Means over
+the trials, with the range of the middle half of them.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from .arguments import add_common_arguments, add_sizes, leave, open_folder
+from .arguments import add_common_arguments, add_sizes, counted, leave, open_folder
 from .convex import ConvexProgram
 from .figures import COLOURS, MARKERS, new_figure
-from .problem import Array, check_sizes, draw_problem, relative_error
+from .problem import Array, ProblemError, draw_problem, relative_error
 from .trials import generator_of, work_off
 
 NAME = "lambda"
@@ -35,6 +35,7 @@ def settings(samples: int) -> list[Setting]:
     """The paper's, as shares of the samples where they are not its 100."""
     scaled = [max(1, round(value * samples / 100)) for value in (RANK, WRONG, *VARIED)]
     rank, wrong, *varied = scaled
+    varied = list(dict.fromkeys(varied))  # few samples bring the same number twice
     return [("k", rank, value) for value in varied] + [("r", value, wrong) for value in varied]
 
 
@@ -47,8 +48,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Draw, solve, write."""
     chosen = settings(args.samples)
-    for _, rank, wrong in chosen:
-        check_sizes(args.samples, args.parameters, rank, wrong)
+    largest = max(rank for _, rank, _ in chosen)
+    if args.parameters < largest:
+        sizes = f"--samples {args.samples} --parameters {args.parameters}"
+        raise ProblemError(f"{sizes}: the curves need a rank of up to {largest}, and so as many parameters")
     open_folder(args.out)
     args.trials = args.trials or (3 if args.quick else 10)
     weights = np.geomspace(*LAMBDAS, 13 if args.quick else 41)
@@ -110,9 +113,10 @@ def verdict(curves: list[dict[str, Any]], trials: int) -> str:
         falls += [varies for lower, higher in itertools.pairwise(steps) if higher < lower]
         parts.append(f"with {fixed} = {own[0][fixed]}: {told}")
     return (
-        f"Mean relative errors of theta and s over {trials} trials are both below {RECOVERED:g} from this lambda on: "
+        f"Mean relative errors of theta and s over {counted(trials, 'trial')} are both below {RECOVERED:g} from this "
+        "lambda on: "
         + "; ".join(parts)
-        + (f". It falls as these grow: {', '.join(falls)}." if falls else ". It never falls as k or r grows.")
+        + (f". It falls as these grow: {', '.join(falls)}." if falls else ". It does not fall as k or r grows.")
     )
 
 

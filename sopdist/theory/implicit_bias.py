@@ -20,18 +20,19 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from .arguments import add_common_arguments, add_problem, leave, open_folder, positive
+from .arguments import add_common_arguments, add_problem, counted, leave, open_folder, positive
 from .convex import ConvexProgram
 from .descent import TOLERANCE, descend
 from .figures import COLOURS, MARKERS, heat_map, new_figure
 from .gradient_flow import alpha_of, follow_flow, weights_of
-from .problem import Array, Problem, check_sizes, draw_problem, relative_difference, relative_error
+from .problem import Array, Problem, ProblemError, check_sizes, draw_problem, relative_difference, relative_error
 from .trials import generator_of, work_off
 
 NAME = "implicit-bias"
 ALPHAS, LAMBDAS = (4.0, 4000.0), (1e-4, 1.0)  # the paper's ranges
 CLOSE = 1e-2  # relative difference up to which two solvers agree
 RECOVERED = 1e-3  # relative error up to which a solution counts as the truth
+SMALLEST_GAMMA = 1e-30  # its fourth power is used, too, and must not vanish when it is squared
 _FAR = 2.0  # off the curve: lambda at least so many times, or so many times less, than on it
 _NAMES = ("theta", "s")
 Solution = tuple[Array, Array]  # c (r,) and s (N,)
@@ -77,6 +78,8 @@ def run(args: argparse.Namespace) -> int:
     sizes = (args.samples, args.parameters, args.rank, args.wrong)
     check_sizes(*sizes)
     alpha_of(1.0, args.gamma)  # refuses what is not between 0 and 1
+    if args.gamma < SMALLEST_GAMMA:
+        raise ProblemError(f"gamma = {args.gamma:g}: must be at least {SMALLEST_GAMMA:g}")
     open_folder(args.out)
     grid = QUICK if args.quick else FULL
     args.trials = args.trials or (1 if args.quick else 10)
@@ -175,21 +178,27 @@ def verdict(numbers: dict[str, Any], trials: int) -> str:
     """One paragraph."""
     pair, gap = numbers["on_curve"]["descent, program"], numbers["on_curve"]["descent, flow"]
 
-    def told(values: dict[str, float | None]) -> str:
-        return " and ".join("nothing" if values[name] is None else f"{values[name]:.2g}" for name in _NAMES)
+    def told(values: dict[str, float]) -> str:
+        return " and ".join(f"{values[name]:.2g}" for name in _NAMES)
 
-    last, share = numbers["by_gamma"][-1], numbers["share_close_where_recovered"]
-    close = "none" if share is None else f"{share:.0%}"
+    last, share = numbers["by_gamma"][-1], numbers["share_recovered"]
+    parts = []
+    if share > 0:
+        close = f"{numbers['share_close_where_recovered']:.0%} of it within {CLOSE:g}"
+        where = f"where the program recovers the truth ({share:.0%} of the curve, {close})"
+        parts.append(f"{told(pair['recovered'])} {where}; the flow from {last['gamma']:.1g} {told(last['recovered'])}")
+    if share < 1:
+        where = f"where the program does not recover the truth ({1 - share:.0%})"
+        parts.append(
+            f"{told(pair['not recovered'])} {where}; the flow from {last['gamma']:.1g} {told(last['not recovered'])}"
+        )
     return (
-        f"Descent and convex program, relative difference in theta and s, median over {trials} problems: on the "
-        f"curve {told(pair['all'])}, off it (lambda at least {_FAR:g} times too large or too small) "
-        f"{told(numbers['off_curve'])}. On the curve it is {told(pair['recovered'])} where the program recovers the "
-        f"truth ({numbers['share_recovered']:.0%} of the curve, {close} of it within {CLOSE:g}), "
-        f"{told(pair['not recovered'])} where it does not; the flow from gamma = {last['gamma']:.1g} comes "
-        f"to {told(last['recovered'])}, and {told(last['not recovered'])}. "
-        f"Descent and flow differ by at most {told(gap['largest'])}. {numbers['converged']} of {numbers['descents']} "
-        f"descents came to a residual of {TOLERANCE:g} of the largest |y|, in up to {numbers['most_steps']:,} steps; "
-        f"the largest residual left is {numbers['largest_residual']:.2g}."
+        f"Descent and convex program, relative difference in theta and s, median of {counted(trials, 'problem')}: on "
+        f"the curve {told(pair['all'])}, off it (lambda at least {_FAR:g} times too large or too small) "
+        f"{told(numbers['off_curve'])}. On the curve: {'. And '.join(parts)}. Descent and flow differ by at most "
+        f"{told(gap['largest'])}. {numbers['converged']} of {numbers['descents']} descents came to a residual of "
+        f"{TOLERANCE:g} of the largest |y|, in up to {numbers['most_steps']:,} steps; the largest residual left is "
+        f"{numbers['largest_residual']:.2g}."
     )
 
 

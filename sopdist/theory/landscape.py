@@ -157,15 +157,16 @@ def draw(points: list[Critical]) -> Figure:
     panel = axes[0, 0]
     for i, (origin, text) in enumerate((("made", "made to order"), ("found", "found by search"))):
         own = [point for point in points if point.origin == origin]
-        x, y = [max(point.residual, ZERO / 10) for point in own], [point.eigenvalue for point in own]
+        x = [max(point.residual, ZERO / 10) for point in own]
+        y = [max(-point.eigenvalue, ZERO / 10) for point in own]
         panel.scatter(x, y, s=14, color=COLOURS[i], marker=MARKERS[i], alpha=0.6, linewidths=0, label=text)
     line = np.geomspace(ZERO, max(point.residual for point in points) * 1.2, 200)
-    panel.plot(line, -2 * line, color=COLOURS[6], linewidth=1, label=r"$-2\,\max|r_i|$, the bound of the proof")
+    panel.plot(line, 2 * line, color=COLOURS[6], linewidth=1, label=r"$2\,\max|r_i|$, the bound of the proof")
     panel.axvspan(ZERO / 20, ZERO, color=COLOURS[2], alpha=0.15, linewidth=0, label="no residual: global minima")
-    panel.set_yscale("symlog", linthresh=1e-4)
     panel.set(
-        xscale="log", xlabel=r"largest residual $|r_i|$ over the largest $|y_i|$", xlim=(ZERO / 20, None),
-        ylabel=r"smallest eigenvalue of the Hessian over the largest $|y_i|$", title="critical points of the landscape",
+        xscale="log", xlabel=r"largest residual $|r_i|$ over the largest $|y_i|$", xlim=(ZERO / 20, None), yscale="log",
+        ylabel=r"minus the smallest eigenvalue of the Hessian over the largest $|y_i|$",
+        title=f"critical points of the landscape (what is below {ZERO / 10:g} is drawn there)",
     )  # fmt: skip
-    panel.legend(loc="lower left")
+    panel.legend(loc="lower right")
     return figure

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from .arguments import add_common_arguments, add_sizes, leave, open_folder, positive
+from .arguments import add_common_arguments, add_sizes, counted, leave, open_folder, positive
 from .convex import ConvexProgram
 from .figures import COLOURS, heat_map, new_figure
 from .problem import Array, check_sizes, draw_problem, guarantee, relative_error
@@ -119,13 +119,16 @@ def verdict(numbers: dict[str, Any], args: argparse.Namespace) -> str:
     """One paragraph."""
     turns = numbers["largest_k_recovered_in_half_of_the_trials"]
     some = list(turns)[:: max(1, (len(turns) - 1) // 4)]
-    edge = ", ".join(f"{turns[rank]} at r = {rank}" for rank in some)
+    edge = ", ".join(f"{turns[rank] or 'none'} at r = {rank}" for rank in some)
+    covered = "No trial is covered by it with lambda above the proof's threshold."
+    if numbers["guaranteed_trials"]:
+        covered = f"Of {counted(numbers['guaranteed_trials'], 'trial')} that it covers, with lambda above the proof's "
+        covered += f"threshold, {numbers['of_these_recovered']} recovered."
     return (
-        f"At lambda = {args.weight:g}, N = {args.samples}, p = {args.parameters}, {args.trials} trials a cell: theta "
-        f"and s are recovered in every trial of {numbers['share_always']:.0%} of the cells, and in none of "
+        f"At lambda = {args.weight:g}, N = {args.samples}, p = {args.parameters}, {counted(args.trials, 'trial')} a cell: "
+        f"theta and s are recovered in every trial of {numbers['share_always']:.0%} of the cells, and in none of "
         f"{numbers['share_never']:.0%}. The largest k that is recovered in half of the trials is {edge}. The guarantee "
-        f"k^2 r < N/(4 mu) covers {numbers['share_guaranteed']:.1%} of the cells; of {numbers['guaranteed_trials']} "
-        f"trials that it covers, with lambda above the proof's threshold, {numbers['of_these_recovered']} recovered."
+        f"k^2 r < N/(4 mu) covers {numbers['share_guaranteed']:.1%} of the cells. {covered}"
     )
 
 
@@ -147,7 +150,7 @@ def draw(rows: list[Row], wrong: Array, samples: int) -> Figure:
         )
         panel.set(
             xlabel="k, wrong observations", ylabel="r, rank of J", title=f"share of trials that recover ${symbol}$",
-            xlim=(0, wrong[-1]), ylim=(ranks[0], ranks[-1]),
+            xlim=(0, wrong[-1]), ylim=(0, ranks[-1]),
         )  # fmt: skip
         panel.legend(loc="upper right")
         figure.colorbar(colours, ax=panel)

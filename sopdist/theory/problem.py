@@ -99,9 +99,10 @@ def check_sizes(samples: int, parameters: int, rank: int, wrong: int) -> None:
         if value < 1:
             raise ProblemError(f"{name} = {value}: must be at least 1")
     if not 0 <= wrong <= samples:
-        raise ProblemError(f"k = {wrong} wrong observations: there are N = {samples}, so k must be from 0 to {samples}")
+        raise ProblemError(f"k = {wrong}: of N = {samples} observations, at most {samples} can be wrong")
     if rank > min(samples, parameters):
-        raise ProblemError(f"r = {rank}: a matrix of N x p = {samples} x {parameters} has at most min(N, p) of rank")
+        most = min(samples, parameters)
+        raise ProblemError(f"r = {rank}: a matrix of N x p = {samples} x {parameters} has at most rank {most}")
 
 
 def check_positive(name: str, value: float) -> None:

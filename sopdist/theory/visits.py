@@ -18,14 +18,14 @@ from matplotlib.figure import Figure
 
 from ..data.commands.output import progress_bar
 from ..noise import SOP
-from .arguments import add_common_arguments, leave, open_folder
+from .arguments import add_common_arguments, counted, leave, open_folder
 from .figures import COLOURS, MARKERS, new_figure
 from .problem import Array
 
 NAME = "flow"
 LABEL, SAID, CLASSES = 0, 1, 10  # the label, and what the network says instead
 VISITS = (2, 4, 8)  # of `flow`
-GAINS = (0.5, 1.0, 1.5, 2.5)  # 4 x step: by which share a small v grows in a visit of an Euler step
+GAINS = (0.5, 1.0, 1.5, 2.5)  # 4 step = 4 alpha tau: by which share a small v grows in a visit of an Euler step
 ACTIVE = 0.5  # v^2 from which on a label counts as explained away
 _FLOOR = 1e-17
 
@@ -75,12 +75,13 @@ def run(args: argparse.Namespace) -> int:
     for rule in progress_bar(iterable=RULES, desc=NAME, unit="rule"):
         traces.append(Trace(rule, visit(rule, phases, args.trials, args.seed)))
     rows = [
-        {"rule": trace.rule.family, "setting": trace.rule.text, "visit": number, "v^2": float(value)}
+        {"rule": trace.rule.family, "setting": trace.rule.text, "label": label, "visit": number, "v^2": float(value)}
         for trace in traces
-        for number, value in enumerate(trace.squares[:, 0])
+        for label, values in enumerate(trace.squares.T)
+        for number, value in enumerate(values)
     ]
     numbers = {"phases": phases, "rules": [summarise(trace, phases) for trace in traces]}
-    leave(NAME, args, draw(traces, phases), rows, numbers, verdict(numbers))
+    leave(NAME, args, draw(traces, phases), rows, numbers, verdict(numbers, args.trials))
     return 0
 
 
@@ -121,7 +122,7 @@ def summarise(trace: Trace, phases: tuple[int, ...]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def verdict(numbers: dict[str, Any]) -> str:
+def verdict(numbers: dict[str, Any], trials: int) -> str:
     """One paragraph."""
     parts = []
     for family in FAMILIES:
@@ -136,8 +137,9 @@ def verdict(numbers: dict[str, Any]) -> str:
             told.append(f"{rule['setting']}: " + (f"{first:g} visits, {end}" if first else "never"))
         parts.append(f"{family} ({'; '.join(told)})")
     return (
-        f"Visits of steady disagreement until v^2 >= {ACTIVE:g}, and where v^2 is {numbers['phases'][1]} visits after "
-        f"the network has changed its mind: {', '.join(parts)}."
+        f"Visits of steady disagreement until v^2 >= {ACTIVE:g} (median of {counted(trials, 'label')}), and where v^2 "
+        f"of the first label is {numbers['phases'][1]} visits after the network has changed its mind: "
+        f"{', '.join(parts)}."
     )
 
 
@@ -156,7 +158,7 @@ def draw(traces: list[Trace], phases: tuple[int, ...]) -> Figure:
             if row == 0:
                 panel.set(yscale="log", ylim=(_FLOOR, 20), title=title.replace("`", ""))
                 panel.legend(loc="lower right")
-                panel.text(phases[0] + phases[1] / 2, 3, "network agrees", ha="center", fontsize=7)
+                panel.text(phases[0] + phases[1] / 2, 3, "agrees", ha="center", fontsize=7)
             else:
                 panel.set(ylim=(-0.05, 2.2 if family == "clamp" else 1.15))
     return figure

@@ -54,6 +54,19 @@ def test_a_command_leaves_figures_numbers_and_a_verdict(
     assert {line.count(",") for line in lines} == {lines[0].count(",")}
 
 
+@pytest.mark.parametrize("name", ["implicit-bias", "lambda", "phase"])
+@pytest.mark.filterwarnings("error")
+def test_the_smallest_problems_have_verdicts_too(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    sizes = ["--samples", "2", "--parameters", "2"]
+    more = ["--rank", "2", "--wrong", "1"] if name == "implicit-bias" else []
+    assert main(["theory", name, "--quick", "--trials", "1", "--jobs", "1", "--out", str(tmp_path), *sizes, *more]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "1 problems" not in said
+    assert "1 trials" not in said
+    assert "nothing" not in said
+    assert "nan" not in said
+
+
 def test_every_command_is_tested() -> None:
     assert SMALL.keys() == THEORY.keys()
 
@@ -77,9 +90,11 @@ def test_another_seed_draws_other_problems(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["landscape", "--wrong", "21"], "k = 21 wrong observations: there are N = 20, so k must be from 0 to 20"),
-        (["implicit-bias", "--rank", "21"], "r = 21: a matrix of N x p = 20 x 40 has at most min(N, p) of rank"),
+        (["landscape", "--wrong", "21"], "k = 21: of N = 20 observations, at most 20 can be wrong"),
+        (["implicit-bias", "--rank", "21"], "r = 21: a matrix of N x p = 20 x 40 has at most rank 20"),
         (["implicit-bias", "--gamma", "2"], "gamma = 2: must be below 1"),
+        (["implicit-bias", "--gamma", "1e-40"], "gamma = 1e-40: must be at least 1e-30"),
+        (["lambda", "--parameters", "50"], "--samples 100 --parameters 50: the curves need a rank of up to 80"),
         (["phase", "--lambda", "0"], "'0' is not a finite number above 0"),
         (["phase", "--lambda", "-1"], "argument --lambda"),
         (["lambda", "--trials", "0"], "'0' is not a whole number from 1"),
@@ -107,6 +122,8 @@ def test_a_folder_that_cannot_be_written_is_found_before_the_work(
     (tmp_path / "file").touch()
     assert start("phase", tmp_path / "file" / "below") == 1
     assert "cannot be written" in capsys.readouterr().err
+    assert start("phase", tmp_path / "file") == 1
+    assert "file: is a file, not a folder" in capsys.readouterr().err
 
 
 def test_a_missing_package_is_named_with_the_extra_that_brings_it(

@@ -69,9 +69,9 @@ def test_the_rank_is_found_in_a_matrix_that_is_given() -> None:
 @pytest.mark.parametrize(
     ("shape", "message"),
     [
-        ((10, 20, 3, 11), "k = 11 wrong observations: there are N = 10"),
+        ((10, 20, 3, 11), "k = 11: of N = 10 observations, at most 10 can be wrong"),
         ((10, 20, 3, -1), "k = -1"),
-        ((10, 20, 11, 3), "r = 11: a matrix of N x p = 10 x 20"),
+        ((10, 20, 11, 3), "r = 11: a matrix of N x p = 10 x 20 has at most rank 10"),
         ((20, 10, 11, 3), "r = 11"),
         ((10, 20, 0, 3), "r = 0: must be at least 1"),
         ((0, 20, 3, 0), "N = 0"),
