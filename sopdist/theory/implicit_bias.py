@@ -182,16 +182,15 @@ def verdict(numbers: dict[str, Any], trials: int) -> str:
         return " and ".join(f"{values[name]:.2g}" for name in _NAMES)
 
     last, share = numbers["by_gamma"][-1], numbers["share_recovered"]
+    flow = f"the flow from gamma = {last['gamma']:.1g} comes to"
     parts = []
     if share > 0:
         close = f"{numbers['share_close_where_recovered']:.0%} of it within {CLOSE:g}"
         where = f"where the program recovers the truth ({share:.0%} of the curve, {close})"
-        parts.append(f"{told(pair['recovered'])} {where}; the flow from {last['gamma']:.1g} {told(last['recovered'])}")
+        parts.append(f"{told(pair['recovered'])} {where}; {flow} {told(last['recovered'])}")
     if share < 1:
         where = f"where the program does not recover the truth ({1 - share:.0%})"
-        parts.append(
-            f"{told(pair['not recovered'])} {where}; the flow from {last['gamma']:.1g} {told(last['not recovered'])}"
-        )
+        parts.append(f"{told(pair['not recovered'])} {where}; {flow} {told(last['not recovered'])}")
     return (
         f"Descent and convex program, relative difference in theta and s, median of {counted(trials, 'problem')}: on "
         f"the curve {told(pair['all'])}, off it (lambda at least {_FAR:g} times too large or too small) "

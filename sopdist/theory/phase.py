@@ -125,8 +125,8 @@ def verdict(numbers: dict[str, Any], args: argparse.Namespace) -> str:
         covered = f"Of {counted(numbers['guaranteed_trials'], 'trial')} that it covers, with lambda above the proof's "
         covered += f"threshold, {numbers['of_these_recovered']} recovered."
     return (
-        f"At lambda = {args.weight:g}, N = {args.samples}, p = {args.parameters}, {counted(args.trials, 'trial')} a cell: "
-        f"theta and s are recovered in every trial of {numbers['share_always']:.0%} of the cells, and in none of "
+        f"At lambda = {args.weight:g}, N = {args.samples}, p = {args.parameters}, {counted(args.trials, 'trial')} a "
+        f"cell: theta and s are recovered in every trial of {numbers['share_always']:.0%} of the cells, and in none of "
         f"{numbers['share_never']:.0%}. The largest k that is recovered in half of the trials is {edge}. The guarantee "
         f"k^2 r < N/(4 mu) covers {numbers['share_guaranteed']:.1%} of the cells. {covered}"
     )

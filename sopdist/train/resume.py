@@ -17,7 +17,9 @@ from torch import Tensor
 from ..checkpoint import Saved, complete_checkpoints, open_checkpoint, verify_checkpoint
 from ..checkpoint.folder import clean, forget_after, is_complete, set_aside, step_of
 from ..data.errors import DataError
+from .ending import FINISHED, ending_of
 from .fingerprint import compare, fingerprint
+from .run_folder import SUMMARY_JSON
 from .session import Session
 from .tally import SUMS
 from .world import TogetherError, World
@@ -98,6 +100,30 @@ def load_checkpoint(session: Session, folder: Path, allow: Collection[str] = ())
     if folder.resolve().parent.parent == session.folder.resolve():  # another run's best network stays with it
         session.best, session.best_step = saved.best, int(about.get("best_step", -1))
     session.unreadable, session.failed_saves = int(about.get("unreadable", 0)), int(about.get("failed_saves", 0))
+
+
+def is_finished(session: Session, folder: Path) -> bool:
+    """Whether this checkpoint is the last of a run that has ended well: then its record must stay as it is. Collective.
+
+    TogetherError if it is past the end that the config sets: half of a run would look like a whole one.
+    """
+    step, end = session.step, session.total_steps
+    if step > end:
+        raise TogetherError(
+            f"{folder}: is of step {step:,}, but with this config the run ends after {end:,}: train.epochs=... or "
+            f"train.max_steps=... for a later end, --resume PATH for an earlier step",
+            config=True,
+        )
+
+    def ended() -> bool:
+        summary = session.folder / SUMMARY_JSON
+        own = folder.resolve().is_relative_to(session.folder.resolve())
+        return step == end and own and summary.exists() and ending_of(summary) == FINISHED
+
+    finished: bool = session.world.on_first(ended)
+    if finished and session.world.rank == 0:
+        _logger.info("%s is finished already: nothing to do; train.epochs=... goes on", session.folder)
+    return finished
 
 
 def begin_from(session: Session, start: Start) -> None:

@@ -53,7 +53,7 @@ def _train(config: Config, world: World, requests: Requests, resume: str, allow_
     from .checkpoint import Saver
     from .epoch_end import keep_last
     from .loop import train
-    from .resume import begin_from, load_checkpoint
+    from .resume import begin_from, is_finished, load_checkpoint
     from .session import begin_record, open_session
     from .telling import tell_beginning, tell_end, tell_stop
 
@@ -62,6 +62,8 @@ def _train(config: Config, world: World, requests: Requests, resume: str, allow_
     try:
         if start.folder is not None:
             load_checkpoint(session, start.folder, allow_change)
+            if is_finished(session, start.folder):
+                return OK
         begin_record(session, resume=resume != "none")
         begin_from(session, start)
         saver = Saver(session)

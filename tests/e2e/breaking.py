@@ -26,7 +26,7 @@ def wait_for(what: Callable[[], bool], started: Started, timeout: float = 120.0)
     """Until it is so; AssertionError, with what was printed, if the run ends before or time is up."""
     until = time.monotonic() + timeout
     while not what():
-        if time.monotonic() > until or not started.living():
+        if time.monotonic() > until or started.ended():
             raise AssertionError(f"did not come\n{started.wait(0.1).told}")
         time.sleep(0.01)
 

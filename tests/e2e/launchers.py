@@ -65,6 +65,10 @@ class Started:
                 found[int(rank)] = pid
         return [found[rank] for rank in sorted(found)]
 
+    def ended(self) -> bool:
+        """Whether nothing of it is left. One that has just been started has no environment yet by which to find it."""
+        return all(process.poll() is not None for process in self.processes) and not self.living()
+
     def living(self) -> list[int]:
         """The process ids of everything that was started and has not ended."""
         pids = sorted(int(name) for name in os.listdir("/proc") if name.isdigit())

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from sopdist.checkpoint import complete_checkpoints, open_checkpoint, verify_checkpoint
 from sopdist.checkpoint.commands.listing import list_checkpoints
 from sopdist.noise.rows import NoiseTable
+from sopdist.train.run_folder import LOCK
 from sopdist.train.running import run_config
 from tests.checkpoint.small_run import STEPS, train_whole
 from tests.e2e.launchers import run
@@ -56,6 +57,11 @@ def train(place: Path, monkeypatch: pytest.MonkeyPatch) -> Train:
 
 def checkpoint(folder: Path, step: int) -> Path:
     return folder / "checkpoints" / f"step-{step:08d}"
+
+
+def record_of(folder: Path) -> dict[str, bytes]:
+    """The files of a run, but for the one that says who looks at it."""
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file() and path.name != LOCK}
 
 
 def assert_same_ending(one: Path, other: Path) -> None:
@@ -107,13 +113,24 @@ def test_a_run_that_stops_after_or_within_an_epoch_and_resumes_is_one_that_never
     assert json.loads((again / "summary.json").read_text())["finished"] is True
 
 
-def test_resuming_a_finished_run_does_nothing(train: Train) -> None:
+def test_resuming_a_finished_run_does_nothing(train: Train, caplog: pytest.LogCaptureFixture) -> None:
     folder = train("finished", "train.epochs=1")
-    before = {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
-    lines = (folder / "metrics.jsonl").read_text()
-    train("finished", "train.epochs=1", resume="auto")
-    assert (folder / "metrics.jsonl").read_text() == lines
-    assert {path.name: path.read_bytes() for path in folder.glob("*.safetensors")} == before
+    before = record_of(folder)
+    with caplog.at_level(logging.INFO, "sopdist.train"):
+        train("finished", "train.epochs=1", "optim.lr=0.001", resume="auto")  # which it was not trained with
+    assert "runs/finished is finished already: nothing to do" in caplog.text
+    assert record_of(folder) == before
+    train("finished", "train.epochs=2", resume="auto")
+    assert len(losses_of(folder)) == 2 * STEPS
+
+
+def test_a_config_that_ends_before_the_checkpoint_is_refused(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = train("long", "train.epochs=2")
+    before = record_of(folder)
+    assert run_config("small.yaml", ["run.name=long", "train.epochs=1"], resume="auto") == 2
+    told = capsys.readouterr().err
+    assert f"is of step {2 * STEPS}, but with this config the run ends after {STEPS}" in told
+    assert record_of(folder) == before
 
 
 def test_resuming_what_never_began_begins(train: Train) -> None:
@@ -183,7 +200,8 @@ def test_going_back_puts_aside_what_came_after_and_that_is_found_under_its_new_n
     folder = train("back", "train.epochs=2", "checkpoint.keep=2")
     train("back", "train.epochs=2", "checkpoint.keep=2", "train.max_steps=9", resume=str(checkpoint(folder, STEPS)))
     assert [path.name for path in complete_checkpoints(folder)] == ["step-00000007", "step-00000009"]
-    assert [entry["step"] for entry in list_checkpoints(folder)] == [7, 9]
+    listed = [(entry["step"], entry["state"]) for entry in list_checkpoints(folder)]
+    assert listed == [(7, "complete"), (9, "complete"), (14, "later")]
     assert [line["step"] for line in lines_of(folder)] == list(range(1, 10))
     later = checkpoint(folder, 2 * STEPS).with_suffix(".later")
     verify_checkpoint(later)
@@ -204,8 +222,9 @@ def test_incomplete_checkpoints_are_ignored_and_removed_at_the_next_start(train:
     shutil.copytree(checkpoint(folder, 9), checkpoint(folder, 11))
     (checkpoint(folder, 11) / "complete").unlink()
     shutil.copytree(checkpoint(folder, 7), folder / "checkpoints" / "step-00000014.partial")  # as format 1 left them
-    train("incomplete", "train.max_steps=9", resume="auto")
-    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step-00000007", "step-00000009"]
+    train("incomplete", "train.max_steps=10", resume="auto")
+    left = sorted(path.name for path in (folder / "checkpoints").iterdir())
+    assert left == ["step-00000007", "step-00000009", "step-00000010"]
 
 
 def test_a_checkpoint_that_is_not_there_is_an_error_of_the_option(

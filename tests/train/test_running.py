@@ -93,7 +93,7 @@ def test_a_run_goes_on_from_what_the_process_before_has_saved_while_this_one_wai
 
     monkeypatch.setattr("sopdist.train.session.lock_run", wait_for_it)
     with caplog.at_level(logging.INFO, "sopdist.train"):
-        assert run_config(config, resume="auto") == OK
+        assert run_config(config, ["train.epochs=100", "train.max_steps=5"], resume="auto") == OK
     assert f"goes on from {newest}, at step 4" in caplog.text
 
 

@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def list_checkpoints(run: Path) -> list[dict[str, Any]]:
-    """What is known of each, `state` being complete, incomplete or damaged; not of what was there before going back."""
+    """What is known of each; `state`: complete, incomplete, damaged, or later (put aside when the run went back)."""
     if not run.is_dir():
         raise DataError(f"{run}: no such folder")
     if not (run / FOLDER).is_dir():
@@ -46,7 +46,7 @@ def list_checkpoints(run: Path) -> list[dict[str, Any]]:
             raise DataError(f"{run}: is not a run: it has neither {FOLDER}/ nor config.yaml")
         return []
     named = [(path, _NAME.fullmatch(path.name)) for path in (run / FOLDER).iterdir() if path.is_dir()]
-    found = sorted((int(match[1]), path) for path, match in named if match is not None and match[2] != LATER)
+    found = sorted((int(match[1]), path) for path, match in named if match is not None)
     return [_entry(step, path) for step, path in found]
 
 
@@ -62,6 +62,8 @@ def _entry(step: int, folder: Path) -> dict[str, Any]:
     entry: dict[str, Any] = {"folder": str(folder), "step": step}
     if folder.suffix == DAMAGED:
         return entry | {"state": "damaged", "reason": "was found to be damaged, and set aside"}
+    if folder.suffix == LATER:
+        return entry | {"state": "later", "reason": "was put aside when the run went back to an earlier step"}
     if folder.suffix or not is_complete(folder):
         return entry | {"state": "incomplete", "reason": "its save was interrupted, or is under way"}
     try:

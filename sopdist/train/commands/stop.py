@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import argparse
 import fcntl
-import json
 from pathlib import Path
 
 from ...data.errors import DataError
+from ..ending import FINISHED, ending_of
 from ..preemption import STOP
 
 # As run_folder calls them, which would load torch: somebody may have seconds left.
@@ -42,8 +42,8 @@ def ask_to_stop(folder: Path) -> str:
     """Put the file there, if the run is running; what is to be told. DataError if there is nothing to stop."""
     if not folder.is_dir():
         raise DataError(f"{folder}: no such run; runs are folders in run.folder, called run.name")
-    ending = _ending(folder / SUMMARY)
-    if ending == "finished":
+    ending = ending_of(folder / SUMMARY)
+    if ending == FINISHED:
         return f"{folder} is finished already: nothing to do"
     if ending != "running":
         raise DataError(f"{folder} is not running: it ended as {ending!r}; sopdist train --resume auto goes on with it")
@@ -67,16 +67,6 @@ def _is_forsaken(lock: Path) -> bool:
         return True
     except OSError:  # there is none, or somebody has it, or locks are not known
         return False
-
-
-def _ending(path: Path) -> str:
-    """`exit` of a summary: running, finished, preempted (perhaps not saved), or what else has ended the run."""
-    try:
-        return str(json.loads(path.read_text(encoding="utf-8"))["exit"])
-    except FileNotFoundError:
-        raise DataError(f"{path.parent}: has no {path.name}: no run has begun there yet") from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{path}: not the summary of a run: {error}") from None
 
 
 def _folder(cfg: str | None, words: list[str]) -> Path:
