@@ -14,11 +14,10 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from ..data.commands.arguments import local_folder, seed, whole
+from ..data.commands.arguments import local_folder, seed, usable_cores, whole
 from ..data.commands.output import cannot_write, write_json, write_output
 from .figures import save_figure
 from .problem import ProblemError
-from .trials import usable_cores
 
 _LIBRARIES = ("sopdist", "numpy", "scipy", "cvxpy", "clarabel")
 

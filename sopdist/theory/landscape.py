@@ -165,7 +165,7 @@ def draw(points: list[Critical]) -> Figure:
     panel.axvspan(ZERO / 20, ZERO, color=COLOURS[2], alpha=0.15, linewidth=0, label="no residual: global minima")
     panel.set(
         xscale="log", xlabel=r"largest residual $|r_i|$ over the largest $|y_i|$", xlim=(ZERO / 20, None), yscale="log",
-        ylabel=r"minus the smallest eigenvalue of the Hessian over the largest $|y_i|$",
+        ylabel=r"$-$ smallest eigenvalue of the Hessian over $\max|y_i|$",
         title=f"critical points of the landscape (what is below {ZERO / 10:g} is drawn there)",
     )  # fmt: skip
     panel.legend(loc="lower right")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,11 @@ def whole(least: int = 0, most: int | None = None) -> Callable[[str], int]:
         return number
 
     return parse
+
+
+def usable_cores() -> int:
+    """How many cores this process may use: the default of options that ask for workers."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def seed(text: str) -> int:

@@ -7,7 +7,6 @@ command is given again. `sopdist prepare SOURCE --help` shows how the files of a
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import shlex
 import sys
@@ -21,7 +20,7 @@ from ..errors import DataError
 from ..sources import SOURCES, load_source
 from ..sources.order import TRAIN, VAL, Order, hold_out
 from ..sources.source import SourceSplit, asked_for
-from .arguments import Commands, share, whole
+from .arguments import Commands, share, usable_cores, whole
 
 if TYPE_CHECKING:
     from ..prepare.engine import Prepared
@@ -63,7 +62,7 @@ def _add_source_arguments(name: str, parser: argparse.ArgumentParser) -> None:
         "--order", choices=get_args(Order), default=Options.order,
         help="of the images: as the source lists them, or shuffled once; auto shuffles what is sorted by class",
     )  # fmt: skip
-    common.add_argument("--workers", type=whole(1), default=_cores(), metavar="N", help="threads (%(default)s)")
+    common.add_argument("--workers", type=whole(1), default=usable_cores(), metavar="N", help="threads (%(default)s)")
     common.add_argument(
         "--max-bad", type=share, default=Options.max_bad, metavar="SHARE",
         help="unusable images a split may have (%(default)s)",
@@ -147,10 +146,6 @@ def _print_summary(prepared: Sequence[Prepared]) -> None:
 
 def _optional(needed: bool) -> str:
     return "" if needed else " (optional)"
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @contextmanager
