@@ -58,7 +58,7 @@ bench: $(READY) ## noise table, steps and input pipeline against their peers, an
 	$(BIN)/sopdist bench input
 	$(BIN)/sopdist bench kernels
 
-figures: $(READY) ## all figures of docs/theory.md anew, with their numbers (about 10 minutes on two cores)
+figures: $(READY) ## all figures of docs/theory.md anew, with their numbers (about 5 minutes on two cores)
 	for name in flow landscape phase lambda implicit-bias; do $(BIN)/sopdist theory $$name --out docs/figures || exit 1; done
 
 clean: ## remove the environment and all caches
