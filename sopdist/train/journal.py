@@ -94,7 +94,8 @@ class Journal:
         rows = self._rows()
         if rows:
             ending["last"] = rows[-1]
-        written = self._write_summary(ending) and self._write(SUMMARY_CSV, _csv(rows))
+        # How it ended comes last: whoever reads "finished" may rely on all the rest.
+        written = all([self._write(SUMMARY_CSV, _csv(rows)), self._write_summary(ending)])
         scalars = {key: value for key, value in ending.items() if not isinstance(value, Mapping)}
         self._wandb.finish(scalars, finished=finished)
         if finished and written:
