@@ -1,4 +1,4 @@
-# sopdist: every target sets up what it needs. `make help` lists them.
+# Every target sets up what it needs. `make help` lists the targets.
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
@@ -12,33 +12,33 @@ LOCKED  = $(shell grep -E '^$(1)==' requirements.lock)
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
-env: $(READY) ## create .venv with the exact versions of requirements.lock
+env: $(READY) ## create .venv with the exact versions in requirements.lock
 
 $(READY): pyproject.toml requirements.lock sopdist/noise/kernels/native.c sopdist/data/decode/pixels.c
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
-		|| { echo "The locked versions need Python 3.11 or newer; name one with make PYTHON=..., found: $$($(PYTHON) --version)"; exit 1; }
+		|| { echo "The locked versions need Python 3.11 or newer; choose one with make PYTHON=...; found: $$($(PYTHON) --version)"; exit 1; }
 	@echo "Setting up $(VENV) (a few minutes the first time: torch, DeepSpeed, DALI, ...)"
-	@$(PYTHON) -m venv $(VENV) || { echo "python's venv module is missing; on Debian: apt-get install python3-venv"; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || { echo "Python's venv module is missing; on Debian: apt-get install python3-venv"; exit 1; }
 	@$(PIP) -c requirements.lock pip setuptools wheel ninja packaging numpy
 	@echo "  torch"
 	@$(PIP) $(call LOCKED,torch)
-	@echo "  deepspeed, which looks for torch while it builds"
+	@echo "  deepspeed (its build needs torch)"
 	@$(PIP) -c requirements.lock --no-build-isolation $(call LOCKED,deepspeed)
-	@echo "  torchvision and timm, which would bring another torch"
+	@echo "  torchvision and timm (without dependencies, which would replace torch)"
 	@$(PIP) --no-deps $(call LOCKED,torchvision) $(call LOCKED,timm)
 	@echo "  everything else"
 	@$(PIP) -c requirements.lock --no-build-isolation --config-settings editable_mode=compat -e '.[demo,triton,data,train,timm,theory,export,dev]'
 	@$(BIN)/python -c 'from sopdist.noise.kernels import native_kernels as n; n.is_built() or print( \
-		"No C compiler was found: CPU kernels are missing, the slower reference is used. On Debian: apt-get install gcc")'
+		"No C compiler found: the CPU kernels are not built, and the slower reference is used. On Debian: apt-get install gcc")'
 	@touch $@
 
-demo: $(READY) ## train with 40% of the labels redrawn, with and without SOP, and name the wrong ones
+demo: $(READY) ## train with 40% of the labels resampled, with and without SOP, and list the wrong labels
 	@$(BIN)/sopdist demo
 
-test: $(READY) lint ## every check that fits in a few minutes
+test: $(READY) lint ## lint, and the tests that take a few minutes
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not long"
 
-test-long: $(READY) ## what starts real launchers, crashes, trains for minutes, or needs a Slurm cluster
+test-long: $(READY) ## the tests that start real launchers, crash runs, train for minutes, or need a Slurm cluster
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m long
 
 lint: $(READY) ## ruff and mypy
@@ -46,11 +46,11 @@ lint: $(READY) ## ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-format: $(READY) ## rewrite the code in the house style
+format: $(READY) ## fix and format the code with ruff
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(READY) ## noise table, steps and input pipeline against their peers, and what the CUDA kernels compile to
+bench: $(READY) ## benchmark noise table, training step, exchange, checkpoints and input pipeline; compile the CUDA kernels
 	$(BIN)/sopdist bench table
 	$(BIN)/sopdist bench step
 	$(BIN)/sopdist bench exchange
@@ -58,7 +58,8 @@ bench: $(READY) ## noise table, steps and input pipeline against their peers, an
 	$(BIN)/sopdist bench input
 	$(BIN)/sopdist bench kernels
 
-figures: $(READY) ## all figures of docs/theory.md anew, with their numbers (about 5 minutes on two cores)
+figures: $(READY) ## all figures of the docs, with their numbers (about 7 minutes on two cores)
+	$(BIN)/sopdist demo --figure docs/figures/demo.png
 	for name in flow landscape phase lambda implicit-bias; do $(BIN)/sopdist theory $$name --out docs/figures || exit 1; done
 
 clean: ## remove the environment and all caches

@@ -1,4 +1,4 @@
-"""Train a network on wrong labels, on any number of ranks.
+"""Train a network on noisy labels, on any number of ranks. Start it with a launcher:
 
     deepspeed launch/train.py --cfg webvision.yaml
     torchrun --nproc-per-node 8 launch/train.py --cfg webvision.yaml optim.lr=0.01 data.root=/data/webvision
@@ -6,7 +6,7 @@
     srun python launch/train.py --cfg webvision.yaml
     python launch/train.py --cfg demo.yaml
 
-`--help` explains the options, `--help-config` every key of a config. `sopdist train` is the same for one process.
+`--help` lists the options, `--help-config` every config key. `sopdist train` does the same in one process.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""sopdist: train image classifiers on wrong labels, and find out which labels are wrong."""
+"""sopdist: train image classifiers on noisy labels, and find out which labels are wrong."""
 
 from importlib import import_module
 from importlib.metadata import version
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> object:
-        """SOP is loaded when it is first asked for: it needs torch, and most commands do not."""
+        """Import SOP on first use: it needs torch, which most commands do not."""
         if name not in ("SOP", "noise"):
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         noise = import_module(".noise", __name__)

@@ -1,7 +1,7 @@
 """Typed configs: a YAML file and `key=value` overrides become nested dataclasses, or an error that names the key.
 
-A section is a frozen dataclass that lives beside the code that it configures. The comment beside a field is its
-documentation, in the source and in `--help-config` alike. This file knows no section.
+A section is a frozen dataclass, declared next to the code it configures. The comment next to a field is its
+documentation, both in the source and in `--help-config`. This module is independent of any particular section.
 """
 
 from __future__ import annotations
@@ -14,23 +14,37 @@ import io
 import textwrap
 import tokenize
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 import yaml
+
+from .errors import ConfigError
 
 Section = TypeVar("Section")
 
 _YAML_WORDS = {False: ("off", "no"), True: ("on", "yes")}
 
 
-class ConfigError(Exception):
-    """A wrong config. The message names the key, the value and what is allowed."""
+@dataclasses.dataclass(frozen=True)
+class OneOf:
+    """Marks a section whose key `name` decides which other keys it has: `Annotated[Base, OneOf(kinds, "default")]`."""
+
+    kinds: Callable[[], Mapping[str, type[Any]]]  # the dataclass for each name
+    default: str
 
 
-def load_config(kind: type[Section], path: Path, overrides: Sequence[str] = ()) -> Section:
-    """Read a YAML file, apply `key=value` overrides in order, and check everything against `kind`."""
+def load_config(
+    kind: type[Section],
+    path: Path,
+    overrides: Sequence[str] = (),
+    upgrade: Callable[[dict[Any, Any]], dict[Any, Any]] = lambda tree: tree,
+) -> Section:
+    """Read a YAML file, apply `key=value` overrides in order, and check everything against `kind`.
+
+    `upgrade` translates files of older versions.
+    """
     try:
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -40,18 +54,19 @@ def load_config(kind: type[Section], path: Path, overrides: Sequence[str] = ()) 
     tree = {} if tree is None else tree
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: must consist of `section:` lines, found {type(tree).__name__}")
+    tree = upgrade(tree)
     for override in overrides:
         _apply(tree, override)
     return build(kind, tree)
 
 
 def build(kind: type[Section], tree: Mapping[Any, Any], where: str = "") -> Section:
-    """Make a section, and those inside of it, out of plain values."""
+    """Build a section, and the sections nested in it, from plain values."""
     fields = {key_of(field): field for field in dataclasses.fields(cast(Any, kind))}
     for key in tree:
         if key not in fields:
             raise ConfigError(f"{where}{key}: no such key; {_nearest(str(key), fields, where)}")
-    hints = get_type_hints(kind)
+    hints = get_type_hints(kind, include_extras=True)
     values = {}
     for key, value in tree.items():
         values[fields[key].name] = _checked(hints[fields[key].name], value, f"{where}{key}")
@@ -59,43 +74,47 @@ def build(kind: type[Section], tree: Mapping[Any, Any], where: str = "") -> Sect
         name = field.name
         required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         if required and name not in values:
-            if dataclasses.is_dataclass(hints[name]):
-                values[name] = build(hints[name], {}, f"{where}{name}.")
+            if _is_section(hints[name]):
+                values[name] = _checked(hints[name], {}, f"{where}{name}")
             else:
                 raise ConfigError(f"{where}{name}: must be set: {comments_of(kind).get(name, 'it has no default')}")
     return kind(**values)
 
 
 def key_of(field: dataclasses.Field[Any]) -> str:
-    """The name of a field in a config. `async_` is `async` there: in Python the word is taken."""
+    """The config key of a field, without the trailing underscore of names such as `async_`, a keyword in Python."""
     return field.name.removesuffix("_")
 
 
 def to_tree(section: Any) -> dict[str, Any]:
-    """The plain values of a section, for YAML and JSON; `build` makes the same section of them."""
+    """Convert a section to plain values, for YAML and JSON. `build` is the inverse."""
     values = {key_of(field): getattr(section, field.name) for field in dataclasses.fields(section)}
     return {key: to_tree(value) if dataclasses.is_dataclass(value) else _plain(value) for key, value in values.items()}
 
 
 def changed(section: Section, key: str, value: Any) -> Section:
-    """The section with one value, `a.b.c`, changed."""
+    """Return a copy of the section with the value at key `a.b.c` replaced."""
     name, _, rest = key.partition(".")
     inside = changed(getattr(section, name), rest, value) if rest else value
     return cast(Section, dataclasses.replace(cast(Any, section), **{name: inside}))
 
 
 def to_yaml(section: Any) -> str:
-    """The section as a YAML file."""
+    """The section as the text of a YAML file."""
     text: str = yaml.safe_dump(to_tree(section), sort_keys=False, allow_unicode=True)
     return text
 
 
 def describe(kind: type[Any], where: str = "") -> str:
-    """Every key with its type, default and meaning: the text of `--help-config`."""
+    """Describe every key with its type, default and meaning: the output of `--help-config`."""
     lines = []
-    hints, comments = get_type_hints(kind), comments_of(kind)
+    hints, comments = get_type_hints(kind, include_extras=True), comments_of(kind)
     for field in dataclasses.fields(kind):
         hint = hints[field.name]
+        one_of = _one_of(hint)
+        if one_of is not None:
+            lines += _describe_one_of(one_of, f"{where}{field.name}")
+            continue
         if dataclasses.is_dataclass(hint):
             about = (inspect.getdoc(hint) or "").splitlines()[0]
             lines += ["", f"# {about}", describe(cast("type[Any]", hint), f"{where}{field.name}.")]
@@ -106,7 +125,7 @@ def describe(kind: type[Any], where: str = "") -> str:
 
 
 def comments_of(kind: Any) -> dict[str, str]:
-    """The comment beside each field of a dataclass, by name."""
+    """The comment next to each field of a dataclass, by field name."""
     source = textwrap.dedent(inspect.getsource(kind))
     comments = {
         token.start[0]: token.string.lstrip("# ")
@@ -123,12 +142,12 @@ def comments_of(kind: Any) -> dict[str, str]:
 
 
 def _apply(tree: dict[Any, Any], override: str) -> None:
-    """`a.b=value`: set a value inside of the tree; the value is read as YAML."""
+    """Apply an override `a.b=value` to the tree. The value is parsed as YAML."""
     key, equals, text = override.partition("=")
     if not equals or not key:
         raise ConfigError(f"{override}: not of the form key=value")
     try:
-        value = yaml.safe_load(text) if text else ""  # `key=` is empty text; null is null
+        value = yaml.safe_load(text) if text else ""  # `key=` sets an empty string, `key=null` sets null
     except yaml.YAMLError:
         value = text
     *sections, name = key.split(".")
@@ -143,33 +162,36 @@ def _apply(tree: dict[Any, Any], override: str) -> None:
 
 
 def _checked(hint: Any, value: Any, where: str) -> Any:
-    """The value as the type says, or an error. Only conversions that lose nothing are made."""
+    """Check the value against its type and return it, converted if that loses nothing."""
     if dataclasses.is_dataclass(hint):
         if isinstance(value, cast("type[Any]", hint)):
             return value
         if value is not None and not isinstance(value, Mapping):
-            raise ConfigError(f"{where}: is a section, with keys of its own, but was set to {value!r}")
+            raise ConfigError(f"{where}: is a section with its own keys, but was set to {value!r}")
         return build(cast("type[Any]", hint), value or {}, f"{where}.")
+    one_of = _one_of(hint)
+    if one_of is not None:
+        return _checked_one_of(one_of, value, where)
     origin, args = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
-        return _first_that_fits(args, value, where, hint)
+        return _first_match(args, value, where, hint)
     if origin is Literal:
-        if isinstance(value, bool):  # YAML takes off and no for false, on and yes for true
+        if isinstance(value, bool):  # YAML parses off and no as false, on and yes as true
             value = next((word for word in _YAML_WORDS[value] if word in args), value)
         if value in args and type(value) in {type(arg) for arg in args}:
             return value
         near = difflib.get_close_matches(str(value), [str(arg) for arg in args], 1)
         hint_text = f"; did you mean {near[0]}?" if near else ""
-        raise ConfigError(f"{where} = {value!r}: allowed is {', '.join(map(str, args))}{hint_text}")
+        raise ConfigError(f"{where} = {value!r}: must be one of {', '.join(map(str, args))}{hint_text}")
     if origin in (list, tuple):
         return _sequence(origin, args, value, where)
     if origin is dict:
         if not isinstance(value, Mapping):
-            raise ConfigError(f"{where} = {value!r}: must be a table of `name: value` lines")
+            raise ConfigError(f"{where} = {value!r}: must be a mapping of `name: value` lines")
         return {_checked(args[0], k, where): _checked(args[1], v, f"{where}.{k}") for k, v in value.items()}
     if hint is float and type(value) in (int, float):
         return float(value)
-    if hint is float and isinstance(value, str):  # YAML takes 1e-3 for text, because it has no dot
+    if hint is float and isinstance(value, str):  # YAML parses 1e-3 as a string, because it has no dot
         try:
             return float(value)
         except ValueError:
@@ -178,25 +200,69 @@ def _checked(hint: Any, value: Any, where: str) -> Any:
         return None
     if type(value) is hint:
         return value
-    raise ConfigError(f"{where} = {value!r}: must be {_type_name(hint)}")
+    raise ConfigError(f"{where} = {value!r}: expected {_type_name(hint)}")
 
 
-def _first_that_fits(hints: Sequence[Any], value: Any, where: str, whole: Any) -> Any:
+def _one_of(hint: Any) -> OneOf | None:
+    if get_origin(hint) is not Annotated:
+        return None
+    return next((extra for extra in get_args(hint)[1:] if isinstance(extra, OneOf)), None)
+
+
+def _is_section(hint: Any) -> bool:
+    return dataclasses.is_dataclass(hint) or _one_of(hint) is not None
+
+
+def _checked_one_of(one_of: OneOf, value: Any, where: str) -> Any:
+    """The section of the kind that `name` chooses. A key of another kind is an error that says whose it is."""
+    if dataclasses.is_dataclass(value):
+        return value
+    if value is not None and not isinstance(value, Mapping):
+        raise ConfigError(f"{where}: is a section with its own keys, but was set to {value!r}")
+    tree, kinds = value or {}, one_of.kinds()
+    name = _checked(Literal[tuple(kinds)], tree.get("name", one_of.default), f"{where}.name")
+    for key in tree:
+        if key not in keys_of(kinds[name]):
+            owners = [other for other, kind in kinds.items() if key in keys_of(kind)]
+            if owners:
+                raise ConfigError(
+                    f"{where}.{key}: belongs to {where}.name = {' or '.join(owners)}, not to {name}; remove it, "
+                    f"or set {where}.name={owners[0]}"
+                )
+    return build(kinds[name], {"name": name, **tree}, f"{where}.")
+
+
+def keys_of(kind: type[Any]) -> set[str]:
+    """The keys of a section in a config."""
+    return {key_of(field) for field in dataclasses.fields(kind)}
+
+
+def _describe_one_of(one_of: OneOf, where: str) -> list[str]:
+    kinds = one_of.kinds()
+    lines = ["", f"{where}.name: {' | '.join(kinds)} = {one_of.default!r}"]
+    for name, kind in kinds.items():
+        about = (inspect.getdoc(kind) or "").splitlines()[0]
+        lines += ["", f"# {where}.name = {name}: {about}"]
+        lines += describe(kind, f"{where}.").splitlines()[2:]  # without `name` itself
+    return lines
+
+
+def _first_match(hints: Sequence[Any], value: Any, where: str, union: Any) -> Any:
     for hint in hints:
         try:
             return _checked(hint, value, where)
         except ConfigError:
             continue
-    raise ConfigError(f"{where} = {value!r}: must be {_type_name(whole)}")
+    raise ConfigError(f"{where} = {value!r}: expected {_type_name(union)}")
 
 
 def _sequence(origin: Any, args: Sequence[Any], value: Any, where: str) -> Any:
     if not isinstance(value, list | tuple):
         raise ConfigError(f"{where} = {value!r}: must be a list, [a, b, ...]")
-    of_any_length = origin is list or args[-1] is Ellipsis
-    if not of_any_length and len(value) != len(args):
+    any_length = origin is list or args[-1] is Ellipsis
+    if not any_length and len(value) != len(args):
         raise ConfigError(f"{where} = {value!r}: must have {len(args)} entries")
-    hints = [args[0]] * len(value) if of_any_length else args
+    hints = [args[0]] * len(value) if any_length else args
     return origin(
         _checked(hint, entry, f"{where}[{n}]") for n, (hint, entry) in enumerate(zip(hints, value, strict=True))
     )
@@ -210,7 +276,7 @@ def _plain(value: Any) -> Any:
 
 def _nearest(key: str, known: Mapping[str, Any], where: str) -> str:
     near = difflib.get_close_matches(key, known, 1)
-    return f"did you mean {where}{near[0]}?" if near else f"there is {', '.join(where + name for name in known)}"
+    return f"did you mean {where}{near[0]}?" if near else f"valid keys: {', '.join(where + name for name in known)}"
 
 
 def _type_name(hint: Any) -> str:
@@ -221,7 +287,7 @@ def _type_name(hint: Any) -> str:
         return " | ".join(map(_type_name, args))
     if origin in (list, tuple, dict):
         return f"{origin.__name__} of {', '.join(_type_name(arg) for arg in args if arg is not Ellipsis)}"
-    names = {str: "text", int: "whole number", float: "number", bool: "true | false", type(None): "null"}
+    names = {str: "string", int: "integer", float: "number", bool: "true | false", type(None): "null"}
     return names.get(hint, getattr(hint, "__name__", str(hint)))
 
 

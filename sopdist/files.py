@@ -1,4 +1,4 @@
-"""Files that are either whole or absent: written under another name, flushed, then renamed. And their checksums."""
+"""Atomic file writes (write to a temporary name, fsync, rename) and checksums."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-PART_SUFFIX = ".part"  # what a file is called until it is whole
+PART_SUFFIX = ".part"  # of a file that is still being written
 _CHUNK = 1 << 20
 
 
 @contextmanager
-def whole_file(path: Path) -> Iterator[IO[bytes]]:
-    """Open `path` for writing so that it appears complete or not at all.
+def atomic_file(path: Path) -> Iterator[IO[bytes]]:
+    """Open `path` for writing. The file appears under its name only when it is complete.
 
-    If the body raises (a full disk, an interrupt), nothing is left behind and an older file stays as it was.
+    If the body raises (disk full, interrupt), the temporary file is removed and an existing file stays unchanged.
     """
     part = path.with_name(path.name + PART_SUFFIX)
     try:
@@ -33,18 +33,18 @@ def whole_file(path: Path) -> Iterator[IO[bytes]]:
     sync_folder(path.parent)
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a small file so that it appears complete or not at all."""
-    with whole_file(path) as file:
+def write_atomic(path: Path, content: bytes) -> None:
+    """Write a small file atomically."""
+    with atomic_file(path) as file:
         file.write(content)
 
 
-def write_together(contents: Sequence[tuple[Path, bytes]]) -> None:
-    """Write small files of one folder of which the last describes the others. All are on the disk before an old one
-    goes, so a full disk costs nothing.
+def write_atomic_group(contents: Sequence[tuple[Path, bytes]]) -> None:
+    """Write several small files of one folder, the last of which describes the others.
 
-    Several files cannot be replaced at once. The old description goes away first and the new one comes last, so that an
-    interrupt in between leaves files without one, and never with one that is not theirs.
+    All new files are on disk before an old one is removed, so nothing is lost if the disk is full. Several files cannot
+    be replaced in one atomic step: the old description is removed first and the new one is added last. An interrupt in
+    between leaves files without a description, but never files with the wrong description.
     """
     parts = [path.with_name(path.name + PART_SUFFIX) for path, _ in contents]
     description = contents[-1][0]
@@ -66,7 +66,7 @@ def write_together(contents: Sequence[tuple[Path, bytes]]) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make renames in `folder` survive a power cut."""
+    """Flush `folder` to disk, so that renames in it survive a power failure."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -75,7 +75,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def sha256_of(path: Path) -> str:
-    """The file's SHA-256, in hexadecimal."""
+    """The SHA-256 of a file, as a hexadecimal string."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK):

@@ -1,10 +1,10 @@
-"""Philox-4x32-10, a random generator without state: the words are a pure function of (seed, counter).
+"""Philox-4x32-10, a stateless random number generator: its output is a pure function of (seed, counter).
 
-Whatever must not depend on who computes it or when is drawn with it. A counter is four 32-bit words; their use is
-divided here, so that no two purposes ever share one:
+It generates all random numbers that must not depend on which process draws them, or when. A counter is four 32-bit
+words. This table assigns disjoint counter ranges to the modules, so that no two purposes share random numbers:
 
-    c3 = 0, 1            noise/counter.py: initial values, c0 = class // 4, c1 and c2 = sample
-    c3 = 2 modulo 4      data/draws.py: augmentation, c0 = block, c1 and c2 = sample, c3 also holds view and epoch
+    c3 = 0, 1         noise/counter.py: initial values, c0 = class // 4, c1 and c2 = sample
+    c3 = 2 modulo 4   data/augment/draws.py: augmentation, c0 = block, c1 and c2 = sample, c3 also holds view and epoch
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _KEY_A, _KEY_B = 0x9E3779B9, 0xBB67AE85
 
 
 def philox(seed: int, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Philox-4x32-10 of int64 tensors that hold 32-bit counters; returns four int64 tensors of 32-bit words."""
+    """Apply Philox-4x32-10 to 32-bit counters in int64 tensors. Returns four int64 tensors of 32-bit words."""
     k0, k1 = seed & WORD_MASK, (seed >> 32) & WORD_MASK
     for _ in range(10):
-        # int64 products wrap modulo 2^64, so both halves of the 64-bit product come out right after masking.
+        # int64 products wrap modulo 2^64, so both halves of the 64-bit product are correct after masking.
         high, low = c2 * _ROUND_B, c0 * _ROUND_A
         c0 = ((high >> 32) & WORD_MASK) ^ c1 ^ k0
         c2 = ((low >> 32) & WORD_MASK) ^ c3 ^ k1

@@ -1,4 +1,4 @@
-"""Typed configs: what is right comes back as it was meant, what is wrong is named with the way out."""
+"""Typed configs: valid values are converted to their types, and errors name the key and how to fix it."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sopdist.config import ConfigError, build, comments_of, describe, load_config, to_tree, to_yaml
+from sopdist.config import build, comments_of, describe, load_config, to_tree, to_yaml
 from sopdist.data.settings import DataSettings
+from sopdist.errors import ConfigError
 
 
 @dataclass(frozen=True)
 class Optim:
-    """How the network learns."""
+    """The optimizer."""
 
     lr: float = 0.1  # learning rate
     kind: Literal["sgd", "adamw"] = "sgd"  # which optimizer
-    log: Literal["on", "off"] = "on"  # words that YAML takes for true and false
-    milestones: tuple[int, ...] = ()  # epochs after which the rate is divided by ten
+    log: Literal["on", "off"] = "on"  # words that YAML parses as true and false
+    milestones: tuple[int, ...] = ()  # epochs after which the learning rate is divided by ten
     betas: tuple[float, float] = (0.9, 0.999)  # of adamw
 
 
@@ -53,10 +54,10 @@ def test_a_file_and_overrides_become_typed_values(tmp_path: Path) -> None:
     )  # fmt: skip
 
 
-def test_words_that_yaml_takes_for_true_and_false_are_words_where_words_are_allowed(tmp_path: Path) -> None:
+def test_words_that_yaml_parses_as_booleans_stay_words_where_the_type_allows_them(tmp_path: Path) -> None:
     assert load(tmp_path, "name: a\noptim:\n  log: off\n").optim.log == "off"
     assert load(tmp_path, "name: a\noptim:\n  log: off\n", "optim.log=on").optim.log == "on"
-    with pytest.raises(ConfigError, match=r"optim\.kind = False: allowed is sgd, adamw"):
+    with pytest.raises(ConfigError, match=r"optim\.kind = False: must be one of sgd, adamw"):
         load(tmp_path, "name: a\n", "optim.kind=off")
 
 
@@ -70,20 +71,20 @@ def test_the_last_override_wins_and_null_is_a_value(tmp_path: Path) -> None:
     [
         ("{}", [], r"name: must be set: of the run"),
         ("name: a\nsede: 3", [], r"sede: no such key; did you mean seed\?"),
-        ("name: a\nxyz: 3", [], r"xyz: no such key; there is name, seed"),
+        ("name: a\nxyz: 3", [], r"xyz: no such key; valid keys: name, seed"),
         ("name: a\noptim:\n  milestone: 3", [], r"optim\.milestone: no such key; did you mean optim\.milestones\?"),
         ("name: a", ["optim.ls=3"], r"optim\.ls: no such key"),
-        ("name: 3", [], r"name = 3: must be text"),
-        ("name: a\nseed: 1.5", [], r"seed = 1\.5: must be whole number"),
-        ("name: a\nseed: true", [], r"seed = True: must be whole number"),
-        ("name: a\ncompile: 1", [], r"compile = 1: must be true \| false"),
-        ("name: a\nclip: x", [], r"clip = 'x': must be number \| null"),
+        ("name: 3", [], r"name = 3: expected string"),
+        ("name: a\nseed: 1.5", [], r"seed = 1\.5: expected integer"),
+        ("name: a\nseed: true", [], r"seed = True: expected integer"),
+        ("name: a\ncompile: 1", [], r"compile = 1: expected true \| false"),
+        ("name: a\nclip: x", [], r"clip = 'x': expected number \| null"),
         ("name: a\noptim: 3", [], r"optim: is a section"),
-        ("name: a", ["optim.kind=sdg"], r"optim\.kind = 'sdg': allowed is sgd, adamw; did you mean sgd\?"),
+        ("name: a", ["optim.kind=sdg"], r"optim\.kind = 'sdg': must be one of sgd, adamw; did you mean sgd\?"),
         ("name: a", ["optim.milestones=40"], r"optim\.milestones = 40: must be a list"),
-        ("name: a", ["optim.milestones=[1, x]"], r"optim\.milestones\[1\] = 'x': must be whole number"),
+        ("name: a", ["optim.milestones=[1, x]"], r"optim\.milestones\[1\] = 'x': expected integer"),
         ("name: a", ["optim.betas=[1]"], r"optim\.betas = \[1\]: must have 2 entries"),
-        ("name: a", ["splits=3"], r"splits = 3: must be a table"),
+        ("name: a", ["splits=3"], r"splits = 3: must be a mapping"),
         ("name: a", ["seed"], r"seed: not of the form key=value"),
         ("name: a", ["name.x=3"], r"name\.x=3: name is a value, not a section"),
         ("- a", [], r"run\.yaml: must consist of `section:` lines"),
@@ -91,7 +92,9 @@ def test_the_last_override_wins_and_null_is_a_value(tmp_path: Path) -> None:
         ("a: !!python/object/apply:os.system ['false']", [], r"run\.yaml: not YAML"),
     ],
 )
-def test_what_is_wrong_is_named(tmp_path: Path, text: str, overrides: list[str], message: str) -> None:
+def test_an_error_names_the_key_and_the_expected_value(
+    tmp_path: Path, text: str, overrides: list[str], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         load(tmp_path, text, *overrides)
 
@@ -119,24 +122,24 @@ runs = st.builds(
 
 
 @given(runs)
-def test_what_is_saved_with_a_run_gives_the_same_config_again(run: Run) -> None:
+def test_a_config_survives_the_round_trip_through_yaml_and_plain_values(run: Run) -> None:
     assert build(Run, yaml.safe_load(to_yaml(run))) == run
     assert build(Run, to_tree(run)) == run
 
 
-def test_the_comments_in_the_source_are_the_help() -> None:
+def test_the_comments_in_the_source_are_the_help_text() -> None:
     assert comments_of(Optim)["lr"] == "learning rate"
     text = describe(Run)
     for line in (
-        "name: text (must be set)\n    of the run; there is no default",
+        "name: string (must be set)\n    of the run; there is no default",
         "clip: number | null = None",
-        "# How the network learns.\noptim.lr: number = 0.1\n    learning rate",
+        "# The optimizer.\noptim.lr: number = 0.1\n    learning rate",
         "optim.kind: sgd | adamw = 'sgd'",
-        "optim.milestones: tuple of whole number = []",
+        "optim.milestones: tuple of integer = []",
     ):
         assert line in text
 
 
-def test_every_key_about_data_is_documented() -> None:
+def test_every_key_of_the_data_section_is_documented() -> None:
     comments: dict[str, Any] = comments_of(DataSettings)
     assert set(comments) == set(DataSettings.__dataclass_fields__)

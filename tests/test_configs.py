@@ -1,4 +1,4 @@
-"""The configs that come with sopdist: each loads, says how it is prepared and started, and has the paper's numbers."""
+"""The configs in configs/: each loads, lists the commands that prepare and start it, and has the paper's settings."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ import pytest
 import torch
 
 from sopdist.cli import _parser, main
-from sopdist.config import ConfigError, changed
+from sopdist.config import changed
 from sopdist.data import Stream
 from sopdist.data.augment.recipes import find_recipe
 from sopdist.data.settings import DataSettings
 from sopdist.data.sources.cifar import CIFAR10, CIFAR100
+from sopdist.errors import ConfigError
+from sopdist.methods.sop import SOPSettings
 from sopdist.models import make_model
 from sopdist.train.config import CONFIGS, Config, load
 
@@ -27,7 +29,7 @@ CLASSES = {
     "demo": 10, "fashion_mnist": 10, "cifar10": 10, "cifar10_plus": 10, "cifar100": 100, "cifar100_plus": 100,
     "cifar10n": 10, "cifar100n": 100, "clothing1m": 14, "webvision": 50, "webvision_full": 1000,
 }  # fmt: skip
-SPLITS = {  # what `sopdist prepare SOURCE` writes
+SPLITS = {  # that `sopdist prepare SOURCE` writes
     "digits": {"train", "test"},
     "fashion-mnist": {"train", "test"},
     "cifar10": {"train", "test"},
@@ -39,13 +41,13 @@ SPLITS = {  # what `sopdist prepare SOURCE` writes
 
 
 class Row(NamedTuple):
-    """A column of the paper's Table A.1, and the number of parameters of its network."""
+    """A column of Table A.1 of the paper, and the number of parameters of its network."""
 
     model: str
     parameters: int
     batch: int
     lr: float
-    decay_at: tuple[float, ...]  # none: cosine
+    decay_at: tuple[float, ...]  # empty: cosine
     weight_decay: float
     epochs: int
     consistency: float
@@ -53,7 +55,7 @@ class Row(NamedTuple):
 
 
 def with_classes(parameters: int, width: int, classes: int) -> int:
-    """The parameters of a network that is known with 1000 classes, with another number of them."""
+    """Convert the number of parameters of a network with 1000 classes to another number of classes."""
     return parameters - (1000 - classes) * (width + 1)
 
 
@@ -71,12 +73,12 @@ PAPER = {
 }
 
 
-def test_every_config_is_known_here() -> None:
+def test_this_file_covers_every_config() -> None:
     assert set(NAMES) == set(CLASSES)
 
 
 @pytest.mark.parametrize("name", PAPER)
-def test_hyper_parameters_are_those_of_the_paper(name: str) -> None:
+def test_hyper_parameters_match_the_paper(name: str) -> None:
     config, row = load(name), PAPER[name]
     assert config.model.name.partition(".")[0] == row.model
     assert (config.train.batch, config.train.epochs, config.train.accumulate) == (row.batch, row.epochs, 1)
@@ -84,8 +86,9 @@ def test_hyper_parameters_are_those_of_the_paper(name: str) -> None:
     assert (config.optim.lr, config.optim.weight_decay) == (row.lr, row.weight_decay)
     assert (config.optim.milestones, config.optim.gamma) == (row.decay_at, 0.1)
     assert config.optim.schedule == ("multistep" if row.decay_at else "cosine")
-    assert (config.objective.consistency, config.objective.balance) == (row.consistency, row.balance)
-    assert (config.objective.name, config.objective.variant) == ("sop", "flow")
+    assert isinstance(config.method, SOPSettings)
+    assert (config.method.consistency, config.method.balance) == (row.consistency, row.balance)
+    assert (config.method.name, config.method.variant) == ("sop", "flow")
     assert (
         config.optim.warmup_epochs == config.optim.final_lr == config.train.clip == config.data.balanced_per_epoch == 0
     )
@@ -94,12 +97,13 @@ def test_hyper_parameters_are_those_of_the_paper(name: str) -> None:
 def test_the_table_can_act_within_the_epochs_of_every_config() -> None:
     for name in NAMES:
         config = load(name)
-        assert config.objective.visits is None, "the default, 4"
+        assert isinstance(config.method, SOPSettings)
+        assert config.method.visits is None, "the default, 4"
         assert config.train.epochs > 4
 
 
 def test_the_setting_of_the_benchmark_is_that_of_fashion_mnist() -> None:
-    import noisy_fashion_mnist as benchmark
+    from sopdist.bench import fashion_mnist as benchmark
 
     config = load("fashion_mnist")
     assert (config.train.batch, config.optim.lr) == (benchmark.BATCH, benchmark.LEARNING_RATE)
@@ -109,8 +113,8 @@ def test_the_setting_of_the_benchmark_is_that_of_fashion_mnist() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_its_network_is_there_and_fits_its_images(name: str) -> None:
-    config = changed(load(name), "model.pretrained", False)  # nothing is downloaded here
+def test_its_network_exists_and_accepts_its_images(name: str) -> None:
+    config = changed(load(name), "model.pretrained", False)  # without downloads
     recipe = find_recipe(config.data.recipe)
     channels = 1 if recipe.grey else 3
     network = make_model(config.model, channels=channels, size=recipe.size, classes=CLASSES[name]).eval()
@@ -120,7 +124,7 @@ def test_its_network_is_there_and_fits_its_images(name: str) -> None:
         assert sum(parameter.numel() for parameter in network.parameters()) == PAPER[name].parameters
 
 
-def test_only_the_network_that_the_paper_pretrained_is_pretrained() -> None:
+def test_only_the_network_that_is_pretrained_in_the_paper_is_pretrained() -> None:
     assert [name for name in NAMES if load(name).model.pretrained] == ["clothing1m"]
 
 
@@ -128,7 +132,7 @@ def test_only_the_network_that_the_paper_pretrained_is_pretrained() -> None:
 
 
 def commands(name: str) -> list[list[str]]:
-    """The lines of the comment that are indented, with `\\` at the end going on in the next."""
+    """The indented lines of the comment at the top; `\\` continues a line."""
     head = (CONFIGS / f"{name}.yaml").read_text().partition("\ndata:")[0]
     lines = re.findall(r"^#   ( *\S.*)$", head, re.MULTILINE)
     return [shlex.split(line) for line in "\n".join(lines).replace("\\\n", " ").splitlines()]
@@ -143,7 +147,7 @@ def prepared(lines: list[list[str]]) -> list[argparse.Namespace]:
 
 
 def folders_and_label_sets(name: str) -> dict[str, set[str]]:
-    """What the commands leave behind: the folder of each split, and its label sets."""
+    """The result of the commands: the folder of each split, and its label sets."""
     splits: dict[str, set[str]] = {}
     for args in prepared(commands(name)):
         for split in SPLITS[args.source] | ({"val"} if args.val else set()):
@@ -160,7 +164,7 @@ def folders_and_label_sets(name: str) -> dict[str, set[str]]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_its_commands_make_the_splits_and_labels_that_it_names(name: str) -> None:
+def test_its_commands_write_the_splits_and_label_sets_that_it_uses(name: str) -> None:
     starts = [line for line in commands(name) if line[0] != "sopdist"]
     assert starts
     splits = folders_and_label_sets(name)
@@ -171,25 +175,25 @@ def test_its_commands_make_the_splits_and_labels_that_it_names(name: str) -> Non
         assert config.data.labels in splits[config.data.location]
         for split in config.evaluate.splits.values():
             assert config.evaluate.labels in splits[f"{config.data.root}/{split}"]
-        assert config.evaluate.best != "test", "the test is not for choosing"
+        assert config.evaluate.best != "test", "the test split must not select a checkpoint"
     assert line[0] in ("deepspeed", "torchrun")
 
 
 @pytest.mark.parametrize("name", ["cifar10", "cifar100", "cifar10_plus", "cifar100_plus", "cifar10n", "cifar100n"])
-def test_cifar_has_as_many_training_images_as_in_the_paper(name: str) -> None:
+def test_cifar_has_the_number_of_training_images_of_the_paper(name: str) -> None:
     (args,) = prepared(commands(name))
     training_examples = {"cifar10": 45_000, "cifar100": 45_000}.get(name, 50_000)
     assert 50_000 * (1 - (args.val or 0)) == training_examples
 
 
-def test_mini_webvision_is_evaluated_on_the_same_classes_of_imagenet_and_the_full_one_on_all() -> None:
+def test_mini_webvision_is_evaluated_on_its_classes_of_imagenet_and_the_full_one_on_all() -> None:
     for name, subset in (("webvision", "mini"), ("webvision_full", "full")):
         webvision, imagenet = prepared(commands(name))
         assert (webvision.subset, imagenet.classes_count) == (subset, CLASSES[name])
         assert set(load(name).evaluate.splits) == {"webvision", "ilsvrc12"}
 
 
-def test_the_commands_of_the_demo_do_what_they_say(
+def test_the_commands_of_the_demo_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -201,13 +205,13 @@ def test_the_commands_of_the_demo_do_what_they_say(
         batch = next(iter(stream.epoch(0)))
         assert batch.images.shape == (64, 1, 8, 8)
         wrong = stream.labels.labels != stream.split.labels(config.log.clean).labels
-        assert 0.33 < wrong.mean() < 0.39, "of 40% that are drawn anew, a tenth is right by chance"
+        assert 0.33 < wrong.mean() < 0.39, "of the 40% that are resampled, a tenth is right by chance"
     test = DataSettings(config.data.root, config.data.recipe, config.evaluate.splits["test"], config.evaluate.labels)
     with Stream(test, 64, train=False) as stream:
         assert sum(float(batch.weight.sum()) for batch in stream.epoch(0)) == len(stream.split) > 300
 
 
-def test_balance_needs_the_whole_batch_at_once() -> None:
-    with pytest.raises(ConfigError, match=r"objective\.balance: .* train\.accumulate"):
+def test_balance_needs_the_full_batch_at_once() -> None:
+    with pytest.raises(ConfigError, match=r"method\.balance: .* train\.accumulate"):
         load("cifar10_plus", ["train.accumulate=2"])
     assert load("cifar10", ["train.accumulate=2"]).train.accumulate == 2

@@ -1,4 +1,4 @@
-"""pyproject.toml, environment.yml, requirements.lock and what is installed agree."""
+"""pyproject.toml, environment.yml, requirements.lock and the installed packages agree."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-tomllib = pytest.importorskip("tomllib", reason="needs Python 3.11, which reads TOML")
+tomllib = pytest.importorskip("tomllib", reason="needs tomllib of Python 3.11")
 ROOT = Path(__file__).parent.parent
 
 
@@ -28,7 +28,7 @@ def locked() -> dict[str, str]:
     return {canonicalize_name(name): version for name, version in pairs}
 
 
-def test_conda_users_get_what_pyproject_declares() -> None:
+def test_environment_yml_lists_what_pyproject_declares() -> None:
     environment = yaml.safe_load((ROOT / "environment.yml").read_text())
     (pip,) = (entry["pip"] for entry in environment["dependencies"] if isinstance(entry, dict))
     assert pip[-1] == "-e ."
@@ -43,8 +43,8 @@ def test_every_declared_package_is_locked_within_its_range() -> None:
         assert requirement.specifier.contains(locked()[canonicalize_name(requirement.name)]), requirement
 
 
-def test_what_is_installed_is_what_is_locked() -> None:
-    """So that a green run says something about the lock."""
+def test_installed_versions_are_the_locked_ones() -> None:
+    """Otherwise a green run would not say anything about the lock."""
     if sys.version_info[:2] != (3, 11):
         pytest.skip("the lock is for Python 3.11")
     for name, version in locked().items():

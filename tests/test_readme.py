@@ -1,4 +1,4 @@
-"""The README's examples and its commands on digits run as they are printed; commands and links in the docs exist."""
+"""The README's examples and its commands on digits run as printed; commands and links in the docs exist."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from torch import Tensor, nn
 
 from sopdist.cli import COMMANDS, main
 from sopdist.train.config import CONFIGS, load
-from sopdist.train.place import LAUNCH_VARIABLES
-from tests.ranks import run_on_ranks
-from tests.train.launching import BIN, REPOSITORY, end_group, free_port
+from sopdist.train.distributed.launch_env import LAUNCH_VARIABLES
+from tests.support.launching import BIN, REPOSITORY, free_port, kill_group
+from tests.support.ranks import run_on_ranks
 
 ROOT = Path(__file__).parent.parent
 DOCS = sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))
 PAGES = ["README.md", *DOCS, "CONTRIBUTING.md"]
-LONGEST = 180.0  # seconds for a command
+TIMEOUT = 180.0  # seconds per command
 
 
 class Clusters(torch.utils.data.Dataset[tuple[Tensor, int, int]]):
-    """Ten well separated clusters, 30% of the labels drawn anew."""
+    """Ten well separated clusters, 30% of the labels resampled."""
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(0)
-        self.true = torch.randint(10, (600,), generator=generator)
+        self.clean = torch.randint(10, (600,), generator=generator)
         centres = torch.randn(10, 20, generator=generator) * 3
-        self.points = centres[self.true] + torch.randn(600, 20, generator=generator)
-        redrawn = torch.rand(600, generator=generator) < 0.3
-        self.labels = torch.where(redrawn, torch.randint(10, (600,), generator=generator), self.true)
+        self.points = centres[self.clean] + torch.randn(600, 20, generator=generator)
+        resampled = torch.rand(600, generator=generator) < 0.3
+        self.labels = torch.where(resampled, torch.randint(10, (600,), generator=generator), self.clean)
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -46,18 +46,18 @@ class Clusters(torch.utils.data.Dataset[tuple[Tensor, int, int]]):
 
 
 def python_examples() -> list[str]:
-    """In a loop of one's own, in one with DDP, from shards."""
+    """The Python examples of the README: your own loop, the same with DDP, and from shards."""
     return re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
 
 
 def commands(first: str) -> list[list[str]]:
-    """The commands of the README's block that begins with this one."""
+    """The commands of the README's block that starts with `first`."""
     text = (ROOT / "README.md").read_text()
     (block,) = re.findall(rf"```\n({re.escape(first)}.*?)```", text, re.DOTALL)
     return [shlex.split(line, comments=True) for line in block.splitlines()]
 
 
-def test_the_commands_and_the_example_of_shards_run_as_printed(
+def test_the_commands_and_the_example_for_shards_run_as_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -75,38 +75,38 @@ def test_the_commands_and_the_example_of_shards_run_as_printed(
 
 def test_the_five_line_example_runs_as_printed_and_finds_wrong_labels() -> None:
     example, _, _ = python_examples()
-    names = in_a_loop()
+    names = example_names()
     dataset = names["dataset"]
     exec(example, names)
-    sop, wrong = names["sop"], dataset.labels != dataset.true
+    sop, wrong = names["sop"], dataset.labels != dataset.clean
     assert float(wrong[sop.suspects(100)].float().mean()) > 0.95
-    assert float((sop.proposed_labels(dataset.labels) == dataset.true).float().mean()) > 0.95
+    assert float((sop.proposed_labels(dataset.labels) == dataset.clean).float().mean()) > 0.95
     assert abs(sop.noise_rate() - float(wrong.float().mean())) < 0.05
 
 
-def test_the_example_with_ddp_runs_as_printed_on_two_ranks_and_finds_wrong_labels(tmp_path: Path) -> None:
+def test_the_ddp_example_runs_as_printed_on_two_ranks_and_finds_wrong_labels(tmp_path: Path) -> None:
     _, example, _ = python_examples()
-    run_on_ranks([partial(with_ddp, example)], 2, tmp_path)
+    run_on_ranks([partial(run_ddp_example, example)], 2, tmp_path)
 
 
-def with_ddp(example: str, _: dist.ProcessGroup) -> None:
-    """What one rank does: the names that the example uses, the example, and a look at what it found."""
+def run_ddp_example(example: str, _: dist.ProcessGroup) -> None:
+    """Run the example on one rank and check its results."""
     from sopdist import SOP
 
-    names = in_a_loop()
+    names = example_names()
     dataset, model = names["dataset"], nn.parallel.DistributedDataParallel(names["model"])
     sampler = torch.utils.data.DistributedSampler[tuple[Tensor, int, int]](dataset)
     names |= {"SOP": SOP, "torch": torch, "sampler": sampler, "ddp_model": model}
     names["loader"] = torch.utils.data.DataLoader(dataset, batch_size=25, sampler=sampler)
     exec(example, names)
-    sop, wrong = names["sop"], dataset.labels != dataset.true
+    sop, wrong = names["sop"], dataset.labels != dataset.clean
     assert len(sop.table) == 300  # half of the rows
     assert float(wrong[names["suspects"]].float().mean()) > 0.95
-    assert float((sop.proposed_labels(dataset.labels) == dataset.true).float().mean()) > 0.95
+    assert float((sop.proposed_labels(dataset.labels) == dataset.clean).float().mean()) > 0.95
 
 
-def in_a_loop() -> dict[str, Any]:
-    """What the examples take for granted."""
+def example_names() -> dict[str, Any]:
+    """The names that the examples expect to exist."""
     torch.manual_seed(0)
     dataset = Clusters()
     model = nn.Sequential(nn.Linear(20, 128), nn.ReLU(), nn.Linear(128, 10))
@@ -121,23 +121,23 @@ def in_a_loop() -> dict[str, Any]:
 
 
 @pytest.mark.long
-def test_the_commands_of_training_run_as_printed_but_for_fewer_steps(tmp_path: Path) -> None:
+def test_the_training_commands_run_as_printed_for_a_few_steps(tmp_path: Path) -> None:
     for name in (".venv", "launch", "configs"):
         (tmp_path / name).symlink_to(BIN.parent if name == ".venv" else REPOSITORY / name)
     stopping = commands("timeout 20 .venv/bin/sopdist train")
     assert stopping[0][:2] == ["timeout", "20"]
-    stopping[0] = stopping[0][2:]  # it only begins here
+    stopping[0] = stopping[0][2:]  # the steps are limited instead
     prepared = commands(".venv/bin/sopdist prepare digits")[:2]
     for command in (*prepared, *commands(".venv/bin/deepspeed"), *stopping):
-        told = as_printed(command, tmp_path)
-        assert told.returncode == 0, f"{command}\n{told.stdout}\n{told.stderr}"
+        ended = run_as_printed(command, tmp_path)
+        assert ended.returncode == 0, f"{command}\n{ended.stdout}\n{ended.stderr}"
     names = ["demo", "demo-alone", "demo-ddp", "demo-stops"]
     assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == names
     assert {path.name for path in (tmp_path / "exported").iterdir()} >= {"model.safetensors", "noise.parquet"}
 
 
-def as_printed(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run it in a folder; with a port of its own, because other tests run beside it, and a training only begins."""
+def run_as_printed(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run a command in a folder, on its own port because tests run in parallel; limit training to a few steps."""
     environ = {name: value for name, value in os.environ.items() if name not in LAUNCH_VARIABLES}
     environ |= {"MASTER_PORT": str(free_port()), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     port = {"deepspeed": "--master_port", "torchrun": "--master-port"}.get(Path(command[0]).name)
@@ -149,9 +149,9 @@ def as_printed(command: list[str], folder: Path) -> subprocess.CompletedProcess[
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
     try:
-        out, err = process.communicate(timeout=LONGEST)
+        out, err = process.communicate(timeout=TIMEOUT)
     finally:
-        end_group(process.pid)
+        kill_group(process.pid)
     return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
@@ -174,7 +174,7 @@ def test_commands_and_links_in_the_docs_exist(page: str, capsys: pytest.CaptureF
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/train.md"])
-def test_every_config_that_the_docs_start_loads_with_its_keys(page: str) -> None:
+def test_every_config_in_the_docs_loads_with_its_overrides(page: str) -> None:
     start = r"(?:train|train\.py|plan) --cfg ([a-z]\w*)((?: [a-z_]+\.[a-z_]+=\S+)*)"
     found = re.findall(start, (ROOT / page).read_text())
     assert found

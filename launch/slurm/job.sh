@@ -1,32 +1,32 @@
-# What the batch scripts share: the environment, starting ranks, watching over them, and what comes after the end.
-# Sourced by them, on the first node of a job, with SOPDIST_HOME set to the repository. Knows none of them.
+# Shared by the batch scripts: load the environment, start ranks, supervise them, and requeue the job.
+# Each script sources this file on the first node of a job, with SOPDIST_HOME set to the repository.
 # shellcheck shell=bash
 set -euo pipefail
 
 # shellcheck source=launch/slurm/site.sh
 source "$SOPDIST_HOME/launch/slurm/site.sh"
 
-# A task of an array has a number of its own, but for Slurm the number of one of them means all of them.
+# Each task of an array has its own job id, but Slurm takes the id of one of them for the whole array.
 job=$SLURM_JOB_ID
 if [[ -n ${SLURM_ARRAY_JOB_ID:-} ]]; then job=${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}; fi
 
-# What Slurm has signalled: USR1 (time is nearly over), TERM (Slurm ends the job), or nothing. From the first line on,
-# because an environment may take its time to load, and a shell that does not expect these signals dies of them.
-asked=''
-trap 'asked=${asked:-USR1}' USR1
-trap 'asked=TERM' TERM
+# The signal received from Slurm: USR1 (the time limit is near), TERM (Slurm ends the job), or none. The traps come
+# first: loading an environment may take a while, and an untrapped signal kills the shell.
+received=''
+trap 'received=${received:-USR1}' USR1
+trap 'received=TERM' TERM
 
-restarts=${SLURM_RESTART_COUNT:-0} # of this job, for whatever reason
+restarts=${SLURM_RESTART_COUNT:-0} # of this job, for any reason
 
-say() { echo "sopdist: job $job: $*" >&2; }
+log() { echo "sopdist: job $job: $*" >&2; }
 
 fail() {
-    say "$*"
+    log "$*"
     exit 2
 }
 
-enter_environment() {
-    set +u # scripts of modules, conda and venvs are not written for it
+activate_environment() {
+    set +u # module, conda and venv scripts read unset variables
     if [[ -n ${SOPDIST_MODULES:-} ]]; then
         # shellcheck disable=SC2086  # a list of words
         module load $SOPDIST_MODULES
@@ -41,13 +41,13 @@ enter_environment() {
     fi
     set -u
     export PYTHONPATH="$SOPDIST_HOME${PYTHONPATH:+:$PYTHONPATH}"
-    # Ranks get the environment that was just made, also if the job was submitted with --export=NONE, and the cores
-    # that were asked for: newer srun does not take them from sbatch.
+    # Ranks get this environment even if the job was submitted with --export=NONE, and the cores requested for the job:
+    # newer versions of srun do not inherit --cpus-per-task from sbatch.
     export SLURM_EXPORT_ENV=ALL
     if [[ -n ${SLURM_CPUS_PER_TASK:-} ]]; then export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK; fi
 }
 
-# value_of KEY ARGUMENT...: the value of the last KEY=... among the arguments; nothing if there is none.
+# value_of KEY ARGUMENT...: print the value of the last KEY=... among the arguments, or an empty line.
 value_of() {
     local key=$1 value='' argument
     shift
@@ -59,8 +59,8 @@ value_of() {
 
 # --- starting ranks ---------------------------------------------------------------------------------------------------
 
-# Where the ranks meet: the address of the first node as Slurm knows it, which need not have a name that resolves.
-first_address() {
+# The address of rank 0: that of the first node as Slurm knows it, because the node's name may not resolve.
+master_address() {
     local node address
     if [[ $SLURM_JOB_NUM_NODES == 1 ]]; then
         echo 127.0.0.1
@@ -71,20 +71,20 @@ first_address() {
     echo "${address:-$node}"
 }
 
-# Ranks of a node; the launchers below need the same number on each.
+# The number of ranks per node, which torchrun and deepspeed need to be the same on all nodes.
 ranks_per_node() {
     local tasks=$SLURM_TASKS_PER_NODE # such as 8(x2)
     if [[ $tasks == *,* ]]; then
-        fail "SOPDIST_LAUNCHER=$SOPDIST_LAUNCHER needs as many tasks on each node: not $tasks, but --ntasks-per-node"
+        fail "SOPDIST_LAUNCHER=$SOPDIST_LAUNCHER needs --ntasks-per-node: the tasks per node are not equal ($tasks)"
     fi
     echo "${tasks%%(*}"
 }
 
-# launch_ranks ARGUMENT...: becomes the launcher of launch/train.py. Run it in the background.
-# A rank that ends must not take the others with it: they save, or find out by themselves what was lost, and say so.
+# launch_ranks ARGUMENT...: replace this process with the launcher of launch/train.py. Run it in the background.
+# A rank that exits must not take the others down: they save, or detect the lost rank themselves and report it.
 launch_ranks() {
     local script=$SOPDIST_HOME/launch/train.py step=(--kill-on-bad-exit=0 --wait=300) ranks
-    export MASTER_ADDR="${MASTER_ADDR:-$(first_address)}"
+    export MASTER_ADDR="${MASTER_ADDR:-$(master_address)}"
     case $SOPDIST_LAUNCHER in
         srun)
             exec srun "${step[@]}" python -u "$script" "$@"
@@ -93,7 +93,7 @@ launch_ranks() {
             ranks=$(ranks_per_node)
             step+=(--ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1)
             if [[ -n ${SLURM_CPUS_PER_TASK:-} ]]; then step+=(--cpus-per-task=$((ranks * SLURM_CPUS_PER_TASK))); fi
-            # Another port than other jobs on the node have. The number of a node is known only on that node.
+            # The port depends on the job id, so that jobs can share a node. SLURM_NODEID is only set on the node.
             # shellcheck disable=SC2016
             exec srun "${step[@]}" bash -c 'exec python -u -m torch.distributed.run --node-rank="$SLURM_NODEID" "$@"' \
                 torchrun --nnodes="$SLURM_JOB_NUM_NODES" --nproc-per-node="$ranks" \
@@ -103,7 +103,7 @@ launch_ranks() {
         deepspeed)
             ranks=$(ranks_per_node)
             scontrol show hostnames "$SLURM_JOB_NODELIST" | sed "s/$/ slots=$ranks/" >"$scratch/hosts"
-            # It puts `srun -n RANKS` in front of the script; the ranks find their place as with srun.
+            # deepspeed runs `srun -n RANKS SCRIPT`; ranks read Slurm's variables, as with the launcher srun.
             exec deepspeed --launcher slurm --force_multi --no_ssh_check --hostfile "$scratch/hosts" \
                 --master_addr "$MASTER_ADDR" --launcher_args "${step[*]}" "$script" "$@"
             ;;
@@ -113,45 +113,46 @@ launch_ranks() {
 check_launcher() {
     case $SOPDIST_LAUNCHER in
         srun | torchrun | deepspeed) ;;
-        *) fail "SOPDIST_LAUNCHER=$SOPDIST_LAUNCHER: must be srun, torchrun or deepspeed" ;;
+        *) fail "SOPDIST_LAUNCHER=$SOPDIST_LAUNCHER: must be one of srun, torchrun, deepspeed" ;;
     esac
 }
 
-# --- watching over a command ------------------------------------------------------------------------------------------
+# --- supervising a command --------------------------------------------------------------------------------------------
 
-# watch_over ASK COMMAND...: runs the command in the background until it ends: $ended is 1, its exit code is in $code.
-# When Slurm signals this shell, `ASK PID` is called, again and again: a command that has just begun may not hear yet.
-# After USR1 it has $SOPDIST_GRACE seconds. If the signal has come already, the command is not started.
-watch_over() {
-    local ask=$1 pid since=''
+# supervise REQUEST_STOP COMMAND...: run the command in the background and wait. When it exits, $exited is 1 and $code
+# is its exit code. After a signal from Slurm, call `REQUEST_STOP PID` every second, because a command that has just
+# started may miss the first request. After USR1, stop waiting when $SOPDIST_GRACE seconds have passed. If the signal
+# arrived before the command was started, do not start it.
+supervise() {
+    local request_stop=$1 pid since=''
     shift
     code=75
-    ended=''
-    if [[ -n $asked ]]; then return; fi
+    exited=''
+    if [[ -n $received ]]; then return; fi
     "$@" &
     pid=$!
-    # A look every second, because a signal may come just before a `wait`, which would then not end.
+    # Poll: a signal that arrives just before a `wait` would not interrupt it.
     while kill -0 "$pid" 2>/dev/null; do
-        if [[ -n $asked ]]; then
+        if [[ -n $received ]]; then
             if [[ -z $since ]]; then
-                say "got SIG$asked: asks to save and stop"
+                log "received SIG$received: requesting a stop"
                 since=$SECONDS
             fi
-            "$ask" "$pid"
-            if [[ $asked == USR1 ]] && ((SECONDS - since > SOPDIST_GRACE)); then
-                say "has not stopped within $SOPDIST_GRACE s (SOPDIST_GRACE): is ended"
+            "$request_stop" "$pid"
+            if [[ $received == USR1 ]] && ((SECONDS - since > SOPDIST_GRACE)); then
+                log "did not stop within $SOPDIST_GRACE s (SOPDIST_GRACE): no longer waiting"
                 return
             fi
         fi
         sleep 1
     done
     code=0
-    ended=1
+    exited=1
     wait "$pid" || code=$?
 }
 
-# Once more from the beginning, which is `--resume auto`. Only a job that Slurm has not ended itself: one that Slurm
-# requeues is in the queue already, and one that was cancelled must not come back.
+# requeue REASON: requeue the job, which then resumes (`--resume auto`), and exit. Only exit if Slurm has ended the job:
+# a job that Slurm requeues is in the queue already, and a cancelled job must not come back.
 requeue() {
     local state=unknown attempt
     for attempt in 1 2 3 4 5; do # a busy controller may not answer at once
@@ -159,84 +160,86 @@ requeue() {
         state=unknown
         sleep "$attempt"
     done
-    if [[ $state != RUNNING && ($state != unknown || $asked == TERM) ]]; then
-        say "$1; Slurm ends this job itself ($state)"
+    if [[ $state != RUNNING && ($state != unknown || $received == TERM) ]]; then
+        log "$1; the job is not requeued here, Slurm has ended it ($state)"
         exit "$code"
     fi
-    say "$1; is requeued"
-    trap '' TERM # Slurm ends this shell in the same moment
-    scontrol requeue "$job" || fail "cannot be requeued: was it submitted with --no-requeue? Submit it again to go on"
+    log "$1; requeueing the job"
+    trap '' TERM # which Slurm sends to this shell at the same moment
+    scontrol requeue "$job" || fail "cannot requeue; was the job submitted with --no-requeue? Submit it again to resume"
     exit "$code"
 }
 
 # --- training ---------------------------------------------------------------------------------------------------------
 
-FRUITLESS=.starts-without-progress # in the run's folder
+NO_PROGRESS=.starts-without-progress # file in the run folder
 
-# train CONFIG key=value...: trains, goes on where an earlier start of the job was ended, and says what comes next.
+# train CONFIG key=value...: train or resume the run, then exit or requeue the job.
 train() {
     check_launcher
-    run=$(python -m sopdist stop --where --cfg "$@") # a wrong config ends the job here
+    run=$(python -m sopdist stop --where --cfg "$@") # an invalid config ends the job here
     scratch=$(mktemp -d)
     trap 'rm -rf "$scratch"' EXIT
     local summary_before
-    rm -f "$run/STOP" # of an earlier start of this job that was ended before it could obey
-    if ((restarts == 0)); then rm -f "$run/$FRUITLESS"; fi # of another job
-    summary_before=$(written_at)
+    rm -f "$run/STOP" # from an earlier start of this job that was killed before it could stop
+    if ((restarts == 0)); then rm -f "$run/$NO_PROGRESS"; fi # from another job
+    summary_before=$(summary_version)
     checkpoint_before=$(newest_checkpoint)
-    say "start $((restarts + 1)) of run $run, ranks: ${SLURM_NTASKS:-?} on $SLURM_JOB_NODELIST by $SOPDIST_LAUNCHER"
-    watch_over ask_run launch_ranks --cfg "$@" --resume auto
-    if [[ -n $ended ]]; then rm -f "$run/STOP"; fi # asked once more while the run, which had obeyed, was on its way out
+    local ranks="${SLURM_NTASKS:-?} ranks on $SLURM_JOB_NODELIST"
+    log "start $((restarts + 1)) of run $run: $ranks, launcher $SOPDIST_LAUNCHER"
+    supervise request_stop launch_ranks --cfg "$@" --resume auto
+    # The last request may have come after the run had acknowledged the stop.
+    if [[ -n $exited ]]; then rm -f "$run/STOP"; fi
 
-    # Launchers change exit codes (torchrun makes each 1) or lose them: the run's summary knows better, if it is new.
-    local ending=''
-    if [[ $code == 0 || $(written_at) != "$summary_before" ]]; then ending=$(how_it_ended); fi
-    if [[ $ending == finished ]]; then
-        say "$run is finished"
-        rm -f "$run/$FRUITLESS"
+    # Launchers change exit codes (torchrun returns 1) or lose them. A summary that this start has written is reliable.
+    local status=''
+    if [[ $code == 0 || $(summary_version) != "$summary_before" ]]; then status=$(exit_status); fi
+    if [[ $status == finished ]]; then
+        log "$run is finished"
+        rm -f "$run/$NO_PROGRESS"
         exit 0
-    elif [[ $ending == preempted ]]; then
-        requeue_run "$run has stopped and is saved"
-    elif [[ $ending == "preempted, not saved" ]]; then
+    elif [[ $status == preempted ]]; then
+        requeue_run "$run has stopped and saved a checkpoint"
+    elif [[ $status == "preempted, not saved" ]]; then
         requeue_run "$run has stopped and COULD NOT SAVE"
-    elif [[ -n $asked || $code == 75 ]]; then
-        requeue_run "$run goes on from its newest checkpoint, if it has one"
-    elif [[ $code == 70 || $code -ge 128 || $ending == running || $ending == "another rank was lost" ]]; then
+    elif [[ -n $received || $code == 75 ]]; then
+        requeue_run "$run resumes from its newest checkpoint, if there is one"
+    elif [[ $code == 70 || $code -ge 128 || $status == running || $status == "another rank was lost" ]]; then
         requeue_run "a rank was lost (exit code $code)"
     fi
-    say "$run has failed (exit code $code): is not requeued"
+    log "$run has failed (exit code $code): the job is not requeued"
     exit $((code ? code : 1))
 }
 
-# requeue_run WHY: requeues the job, unless too many starts in a row have brought the run no further. What Slurm ends
-# does not count. The count is in the run's folder, with the checkpoint since which it counts: `COUNT CHECKPOINT`.
+# requeue_run REASON: requeue the job, unless too many starts in a row have saved no new checkpoint. Starts that Slurm
+# ended do not count. A file in the run folder holds the count and the newest checkpoint: `COUNT CHECKPOINT`.
 requeue_run() {
     local newest count=0 since=''
     newest=$(newest_checkpoint)
-    if [[ $newest == "$checkpoint_before" && $asked != TERM ]]; then
-        read -r count since 2>/dev/null <"$run/$FRUITLESS" || true
+    if [[ $newest == "$checkpoint_before" && $received != TERM ]]; then
+        read -r count since 2>/dev/null <"$run/$NO_PROGRESS" || true
         if [[ ! $count =~ ^[0-9]+$ || $since != "$newest" ]]; then count=0; fi
         count=$((count + 1))
-        # Where it cannot be written, on a full disk, all restarts of the job count.
-        if ! { mkdir -p "$run" && echo "$count $newest" >"$run/$FRUITLESS.part" &&
-            mv -T "$run/$FRUITLESS.part" "$run/$FRUITLESS"; } 2>/dev/null; then count=$((restarts + 1)); fi
+        # If the file cannot be written, for example on a full disk, count all restarts of the job.
+        if ! { mkdir -p "$run" && echo "$count $newest" >"$run/$NO_PROGRESS.part" &&
+            mv -T "$run/$NO_PROGRESS.part" "$run/$NO_PROGRESS"; } 2>/dev/null; then count=$((restarts + 1)); fi
         if ((count > SOPDIST_MAX_RESTARTS)); then
-            say "$1; starts in a row without a new checkpoint: $count (SOPDIST_MAX_RESTARTS): gives up"
+            log "$1; giving up after $count starts in a row without a new checkpoint (SOPDIST_MAX_RESTARTS)"
             exit $((code ? code : 70))
         fi
     fi
     requeue "$1"
 }
 
-ask_run() {
-    touch "$run/STOP" 2>/dev/null || true # what `sopdist stop` does, at once; there may be no such folder yet
+request_stop() {
+    touch "$run/STOP" 2>/dev/null || true # as `sopdist stop` does; the run folder may not exist yet
 }
 
-written_at() { stat --format '%i %y' "$run/summary.json" 2>/dev/null || true; }
+summary_version() { stat --format '%i %y' "$run/summary.json" 2>/dev/null || true; }
 
-how_it_ended() { sed -n 's/^ *"exit": "\(.*\)",\{0,1\}$/\1/p' "$run/summary.json" 2>/dev/null || true; }
+exit_status() { sed -n 's/^ *"exit": "\(.*\)",\{0,1\}$/\1/p' "$run/summary.json" 2>/dev/null || true; }
 
-# Of complete ones: what a save has left behind that was killed is no progress.
+# The newest complete checkpoint: the remains of an interrupted save are not progress.
 newest_checkpoint() {
     { find "$run/checkpoints" -mindepth 2 -maxdepth 2 -regex '.*/step-[0-9]+/complete' 2>/dev/null || true; } |
         sort -V | tail -n 1

@@ -1,1 +1,1 @@
-"""What things cost, each measured beside a peer in the same run: what `sopdist bench` calls."""
+"""Benchmarks behind `sopdist bench`. Each one measures sopdist and a baseline in the same run."""

@@ -1,6 +1,6 @@
-"""What the ranks of `sopdist bench checkpoint` do: save the same state in several ways, and train around that.
+"""Work of the ranks of `sopdist bench checkpoint`: save the same state in several ways, with training steps around it.
 
-The pieces are those that the trainer saves, of a network that has taken steps and a noise table of many rows.
+The state is the one that the trainer saves, of a network that has been trained for a step and a large noise table.
 """
 
 from __future__ import annotations
@@ -16,52 +16,55 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..checkpoint import names
+from ..checkpoint.fragments import Fragment
 from ..checkpoint.index import file_of
-from ..checkpoint.writing import CheckpointWriter, Staging, begin_save, save_pieces
+from ..checkpoint.writing import CheckpointWriter, Staging, save_fragments, start_save
 from ..models import make_model
 from ..models.settings import ModelSettings
 from ..noise import SOP
-from ..train.checkpoint import pieces_of
-from ..train.engine import Engine
+from ..train.distributed.world import World
+from ..train.engine import make_engine
 from ..train.optim import make_optimizer
+from ..train.saving.saver import pieces_of
+from ..train.saving.sections import Content, EngineSection
 from ..train.settings import EngineSettings, OptimSettings
-from ..train.world import World
-from .turns import take_turns
+from .timing import synchronize, take_turns
 
-BACKGROUND, NOW, TORCH = "in the background", "at once", "torch.save"
+BACKGROUND, SYNCHRONOUS, TORCH = "background", "synchronous", "torch.save"
 _PIXELS = 32
-_IDLE_STEPS = 2  # before each save, to compare with
+_STEPS_BEFORE = 2  # training steps before each save, to compare with
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What one run measures."""
+    """Sizes of one run."""
 
-    folder: str  # where checkpoints are written
+    folder: str  # for the checkpoints
     network: str
-    batch: int  # of a rank
+    batch: int  # per rank
     samples: int  # rows of the noise table
     classes: int
     seconds: float
-    fewest: int  # rounds
+    min_rounds: int
 
 
 class SaveTime(NamedTuple):
     """Seconds of one save on one rank."""
 
-    stood_still: float  # training could not go on
-    whole: float  # until everything was on the disk
-    step_before: float  # of training, while nothing is saved
-    step_meanwhile: float  # of training, while the save goes on; 0 if it stood still
+    blocked: float  # training was blocked
+    total: float  # until everything was on disk
+    step_before: float  # a training step before the save
+    step_during: float  # a training step during the save; 0 if the save blocked training until its end
 
 
 def measure(world: World, sizes: Sizes) -> dict[str, Any]:
-    """On one rank: the turns of each way to save."""
+    """Turns of each kind of save on this rank."""
     saves = _Saves(world, sizes)
     candidates: dict[str, Callable[[], SaveTime]] = {
-        BACKGROUND: saves.in_background, NOW: saves.at_once, TORCH: saves.by_torch,
+        BACKGROUND: saves.in_background, SYNCHRONOUS: saves.synchronous, TORCH: saves.by_torch,
     }  # fmt: skip
-    turns = take_turns(world, candidates, seconds=sizes.seconds, fewest=sizes.fewest, title="saves")
+    turns = take_turns(world, candidates, seconds=sizes.seconds, min_rounds=sizes.min_rounds, title="saves")
     return {
         "device": world.device.type,
         "threads": torch.get_num_threads(),
@@ -76,64 +79,71 @@ class _Saves:
         torch.manual_seed(0)  # the same weights on every rank
         network = make_model(ModelSettings(sizes.network), channels=3, size=_PIXELS, classes=sizes.classes)
         optimizer = make_optimizer(OptimSettings(lr=1e-3), network)
-        self.engine = Engine(world, EngineSettings(), network, optimizer, accumulate=1, clip=0.0, batch=sizes.batch)
+        self.engine = make_engine(
+            world, EngineSettings(), network, optimizer, accumulate=1, clip=0.0, batch=sizes.batch
+        )
         self.sop = SOP(sizes.samples, sizes.classes, device=world.device, process_group=world.new_group())
         self.images = torch.randn(sizes.batch, 3, _PIXELS, _PIXELS, device=world.device)
-        self.group, self.staging = world.new_group(of_hosts=True), Staging()
-        self.bytes_written = 0  # by this rank, of a checkpoint
+        self.group, self.staging = world.new_group(for_cpu=True), Staging()
+        self.bytes_written = 0  # by this rank, per checkpoint
         self.engine.train()
         self._step()
 
     def in_background(self) -> SaveTime:
-        before = self._idle()
+        before = self._prepare()
         done: list[float] = []
-        begun = time.perf_counter()
-        saving = begin_save(self._pieces(), self._writer(), self.group, self.staging)
-        stood_still = time.perf_counter() - begun
+        start = time.perf_counter()
+        saving = start_save(self._pieces(), self._writer(), self.group, self.staging)
+        blocked = time.perf_counter() - start
         saving.add_done_callback(lambda _: done.append(time.perf_counter()))
-        meanwhile = []
+        during = []
         while self.world.max([float(not saving.done())])[0]:  # all ranks take the same number of steps
-            meanwhile.append(self._step())
+            during.append(self._step())
         saving.result()
         self.bytes_written = (self.folder / "checkpoint" / file_of(self.world.rank, self.world.size)).stat().st_size
-        return SaveTime(stood_still, done[0] - begun, before, sum(meanwhile) / max(1, len(meanwhile)))
+        return SaveTime(blocked, done[0] - start, before, sum(during) / max(1, len(during)))
 
-    def at_once(self) -> SaveTime:
-        before = self._idle()
-        begun = time.perf_counter()
-        save_pieces(self._pieces(), self._writer(), self.group)
-        seconds = time.perf_counter() - begun
+    def synchronous(self) -> SaveTime:
+        before = self._prepare()
+        start = time.perf_counter()
+        save_fragments(self._pieces(), self._writer(), self.group)
+        seconds = time.perf_counter() - start
         return SaveTime(seconds, seconds, before, 0.0)
 
     def by_torch(self) -> SaveTime:
-        """As most do it: rank 0 writes network and optimizer, and every rank its rows, down to the disk."""
-        before = self._idle()
-        begun = time.perf_counter()
+        """The common way: rank 0 writes network and optimizer, every rank writes its rows, and all call fsync."""
+        before = self._prepare()
+        start = time.perf_counter()
         if self.world.rank == 0:
-            _write_by_torch(self.folder / "state.pt", self.engine.common_state())
+            _write_by_torch(
+                self.folder / "state.pt", {**self.engine.replicated_network(), **self.engine.replicated_optimizer()}
+            )
         _write_by_torch(self.folder / f"rows-{self.world.rank}.pt", self.sop.table.state_dict())
         self.world.barrier()
-        seconds = time.perf_counter() - begun
+        seconds = time.perf_counter() - start
         return SaveTime(seconds, seconds, before, 0.0)
 
-    def _idle(self) -> float:
-        seconds = sum(self._step() for _ in range(_IDLE_STEPS)) / _IDLE_STEPS
+    def _prepare(self) -> float:
+        """Take a few steps and delete the previous checkpoint; returns the seconds per step."""
+        seconds = sum(self._step() for _ in range(_STEPS_BEFORE)) / _STEPS_BEFORE
         if self.world.rank == 0:
             shutil.rmtree(self.folder / "checkpoint", ignore_errors=True)
         self.world.barrier()
         return seconds
 
     def _step(self) -> float:
-        begun = time.perf_counter()
-        with self.engine.piece(last=True):
+        start = time.perf_counter()
+        with self.engine.micro_batch(last=True):
             self.engine.backward(self.engine.forward(self.images).logsumexp(dim=1).mean())
         self.engine.step()
-        if self.world.device.type == "cuda":
-            torch.cuda.synchronize(self.world.device)
-        return time.perf_counter() - begun
+        synchronize(self.world.device)
+        return time.perf_counter() - start
 
     def _pieces(self) -> dict[str, Any]:
-        return pieces_of(self.world, self.engine, self.sop, torch.zeros(1, dtype=torch.float64))
+        rank, ranks = self.world.rank, self.world.size
+        columns = self.sop.table.state_dict().items()
+        rows = Content(own={names.table("noise", rank, name): Fragment.full(column) for name, column in columns})
+        return pieces_of([EngineSection(self.engine, self.world).save(), rows], rank, ranks)
 
     def _writer(self) -> CheckpointWriter:
         about = {"step": 1, "ranks": self.world.size, "best": 0.0, "engine": "ddp", "fingerprint": {}, "config": {}}

@@ -1,8 +1,8 @@
-"""What the ranks of `sopdist bench exchange` do: rows there, facts back, and in between as much computing as is asked.
+"""Work of the ranks of `sopdist bench exchange`: send rows, compute for a given time, send facts back.
 
-The network is a loop of matrix products: work that keeps a core (or a GPU) as busy as a network does, of any length.
-Half of it stands for the forward and half for the backward pass, at whose end ranks wait for each other, as they do for
-gradients. The loss itself has a bench of its own.
+The network is a loop of matrix products, which keeps a core (or a GPU) as busy as a network does, for any given time.
+Half of it stands for the forward pass and half for the backward pass, after which the ranks wait for each other, as
+they do for gradients. `bench table` measures the loss itself.
 """
 
 from __future__ import annotations
@@ -16,28 +16,29 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..noise.exchange import Exchange, Update
 from ..noise.kernels import Facts, choose_kernels
+from ..noise.kernels.facts import from_wire, to_wire
 from ..noise.rates import Flow
 from ..noise.rows import Layout, NoiseTable
-from ..train.world import World
-from .turns import take_turns
+from ..sample_table.exchange import Exchange, Update
+from ..train.distributed.world import World
+from .timing import synchronize, take_turns
 
-Mode = Literal["ahead", "asked"]
+Mode = Literal["ahead", "on request"]
 
 _MATRIX = 192  # rows and columns; a product takes a fraction of a millisecond
 _CALIBRATION = 50  # products
-_STEPS = 5  # of a turn
+_STEPS = 5  # per turn
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One thing to measure."""
+    """One combination to measure."""
 
     classes: int
     layout: Layout
-    batch: int  # samples of each rank, as many of each owner
-    compute: float  # seconds of a step's computing
+    batch: int  # samples per rank, equally many of each owner
+    compute: float  # seconds per step
     mode: Mode
 
     def __str__(self) -> str:
@@ -46,29 +47,29 @@ class Cell:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What one run measures."""
+    """Sizes of one run."""
 
     cells: tuple[Cell, ...]
     samples: int  # rows of each noise table
-    seconds: float  # for all turns
-    fewest: int  # rounds
+    seconds: float  # for all turns together
+    min_rounds: int
 
 
 class StepTime(NamedTuple):
-    """Seconds of one step on one rank, and bytes that it sent."""
+    """Seconds of one step on one rank, and the bytes that it sent."""
 
-    whole: float
-    push: float  # send the rows of the next step; asked: 0
-    rows: float  # get this step's rows: ask for them, wait, sort them
+    total: float
+    push: float  # send the rows of the next step; 0 on request
+    rows: float  # get the rows of this step: request them, wait, sort them
     facts: float  # send facts to the owners of the rows
-    update: float  # wait for facts of others, and update the rows that they are about
-    waited: float
-    travelled: float
+    update: float  # wait for the facts of other ranks, and update the owned rows
+    blocked: float  # waiting for the exchange
+    in_flight: float  # rows and facts between ranks
     sent_bytes: float
 
 
 def measure(world: World, sizes: Sizes) -> dict[str, Any]:
-    """On one rank: the turns of every cell."""
+    """Turns of every cell on this rank."""
     tables = {
         (cell.classes, cell.layout): _table(world, sizes.samples, cell.classes, cell.layout) for cell in sizes.cells
     }
@@ -77,7 +78,7 @@ def measure(world: World, sizes: Sizes) -> dict[str, Any]:
         str(cell): _Steps(world, tables[cell.classes, cell.layout], cell, round(cell.compute / product))
         for cell in sizes.cells
     }
-    turns = take_turns(world, candidates, seconds=sizes.seconds, fewest=sizes.fewest, title="exchange")
+    turns = take_turns(world, candidates, seconds=sizes.seconds, min_rounds=sizes.min_rounds, title="exchange")
     return {
         "device": world.device.type,
         "threads": torch.get_num_threads(),
@@ -86,94 +87,93 @@ def measure(world: World, sizes: Sizes) -> dict[str, Any]:
 
 
 class _Steps:
-    """A turn of steps of one cell; goes on with the next turn where the last one ended."""
+    """Steps of one cell, a turn per call; each turn continues where the previous one stopped."""
 
     def __init__(self, world: World, table: NoiseTable, cell: Cell, products: int) -> None:
         group = world.new_group()
-        assert group is not None, "one rank has nothing to exchange"
+        assert group is not None, "a single rank has nothing to exchange"
         self.world, self.cell, self.products = world, cell, products
         self.exchange = Exchange(group, table)
-        self.parts = draw_parts(table.num_samples, cell.batch, world.size)
+        self.batches = draw_batches(table.num_samples, cell.batch, world.size)
         self.labels, self.facts = _facts(cell, world)
         self.matrix = torch.eye(_MATRIX, device=world.device)
         self.update = _update_of(table)
-        self.number = 0
+        self.step = 0
         if cell.mode == "ahead":
-            self.exchange.expect(list(self.parts[0]))
+            self.exchange.prefetch(list(self.batches[0]))
 
     def __call__(self) -> list[StepTime]:
         return [self._step() for _ in range(_STEPS)]
 
     def _step(self) -> StepTime:
         before = self.exchange.stats()
-        index = torch.from_numpy(self.parts[self.number % len(self.parts), self.world.rank]).to(self.world.device)
-        self.number += 1
-        following = list(self.parts[self.number % len(self.parts)])
+        index = torch.from_numpy(self.batches[self.step % len(self.batches), self.world.rank]).to(self.world.device)
+        self.step += 1
+        following = list(self.batches[self.step % len(self.batches)])
         ahead = self.cell.mode == "ahead"
         marks = [time.perf_counter()]
         if ahead:
-            self.exchange.expect(following)
+            self.exchange.prefetch(following)
         marks.append(time.perf_counter())
         self._compute()
         marks.append(time.perf_counter())
         self.exchange.next_rows(index)
         marks.append(time.perf_counter())
-        self.exchange.give(self.labels, self.facts, self.update)
+        self.exchange.give(to_wire(self.labels, self.facts), self.update)
         marks.append(time.perf_counter())
-        if ahead:  # facts travel during the backward pass; a batch that was asked for may be followed by any other
+        if ahead:  # facts are in flight during the backward pass
             self._compute()
             self.world.barrier()
             marks.append(time.perf_counter())
-        self.exchange.settle()
+        self.exchange.flush()
         marks.append(time.perf_counter())
-        if not ahead:
+        if not ahead:  # any batch may be requested next, so the rows were updated before the backward pass
             self._compute()
             self.world.barrier()
-        if self.world.device.type == "cuda":
-            torch.cuda.synchronize(self.world.device)
+        synchronize(self.world.device)
         end = time.perf_counter()
         after = self.exchange.stats()
         push, _, rows, facts, *_ = np.diff(marks).tolist()
         return StepTime(
-            whole=end - marks[0],
+            total=end - marks[0],
             push=push,
             rows=rows,
             facts=facts,
             update=marks[-1] - marks[-2],
-            waited=after.waited - before.waited,
-            travelled=after.travelled - before.travelled,
+            blocked=after.waited - before.waited,
+            in_flight=after.travelled - before.travelled,
             sent_bytes=after.sent_bytes - before.sent_bytes,
         )
 
     def _compute(self) -> None:
-        """Half of a step."""
+        """Compute for half of a step."""
         for _ in range(self.products // 2):
             torch.mm(self.matrix, self.matrix)
 
 
-def draw_parts(samples: int, batch: int, ranks: int) -> NDArray[np.int64]:
-    """Batches of all ranks, (steps, ranks, batch), the same on every rank; no sample is in two of them.
+def draw_batches(samples: int, batch: int, ranks: int) -> NDArray[np.int64]:
+    """Disjoint batches of all ranks, (steps, ranks, batch), identical on every rank.
 
-    Every batch has as many samples of each owner, so that bytes can be counted exactly: what is drawn at random comes
-    close to that.
+    Every batch has equally many samples of each owner, so that bytes can be counted exactly. Random batches come close
+    to that.
     """
     random = np.random.default_rng(0)
     share = batch // ranks
     steps = samples // ranks // (share * ranks)
     owned = [random.permutation(samples // ranks) * ranks + owner for owner in range(ranks)]
-    dealt = [rows[: steps * ranks * share].reshape(steps, ranks, share) for rows in owned]
-    return random.permuted(np.concatenate(dealt, axis=2), axis=2)  # (steps, ranks, batch)
+    shares = [rows[: steps * ranks * share].reshape(steps, ranks, share) for rows in owned]
+    return random.permuted(np.concatenate(shares, axis=2), axis=2)  # (steps, ranks, batch)
 
 
 def _table(world: World, samples: int, classes: int, layout: Layout) -> NoiseTable:
     table = NoiseTable(samples, classes, layout=layout, first=world.rank, stride=world.size, device=world.device)
     for buffer in table.buffers():
-        buffer.add_(0)  # memory never written to costs a page fault at its first use, which is no cost of a step
+        buffer.add_(0)  # touch every page: the page fault of the first use is not part of a step
     return table
 
 
 def _facts(cell: Cell, world: World) -> tuple[Tensor, Facts]:
-    """Labels and facts of a batch from a network that errs in half of the cases."""
+    """Labels and facts of a batch, from a network that is wrong half of the time."""
     random = torch.Generator().manual_seed(world.rank)
     labels = torch.randint(cell.classes, (cell.batch,), generator=random)
     wrong = torch.rand(cell.batch, generator=random) < 0.5
@@ -186,24 +186,23 @@ def _facts(cell: Cell, world: World) -> tuple[Tensor, Facts]:
 def _update_of(table: NoiseTable) -> Update:
     kernels, step = choose_kernels(table.u.device), Flow().step()
 
-    def update(rows: Tensor, labels: Tensor, facts: Facts) -> None:
+    def update(rows: Tensor, columns: list[Tensor]) -> None:
         if len(rows):
-            kernels.update_rows(table, rows, labels, facts, step)
+            kernels.update_rows(table, rows, *from_wire(columns), step)
 
     return update
 
 
 def _seconds_of_product(world: World) -> float:
-    """Of one matrix product while all ranks compute, on the slowest of them."""
+    """Seconds per matrix product on the slowest rank, while all ranks compute."""
     matrix = torch.eye(_MATRIX, device=world.device)
     for _ in range(_CALIBRATION):
         torch.mm(matrix, matrix)
     world.barrier()
     seconds = []
     for _ in range(_CALIBRATION):
-        begun = time.perf_counter()
+        start = time.perf_counter()
         torch.mm(matrix, matrix)
-        if world.device.type == "cuda":
-            torch.cuda.synchronize(world.device)
-        seconds.append(time.perf_counter() - begun)
+        synchronize(world.device)
+        seconds.append(time.perf_counter() - start)
     return world.max([float(np.median(seconds))])[0]

@@ -1,6 +1,6 @@
-"""What `sopdist bench input` times: two backends of ours, two stock pipelines, and decoding alone.
+"""Candidates of `sopdist bench input`: both backends of sopdist, two stock pipelines, and decoding alone.
 
-Each hands out batches for ever, with as many threads or processes as it is given cores.
+Each one yields batches endlessly, with one thread or process per core.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ RAW_CPU, RAW_DALI = "decode + resize only, simplejpeg", "decode + resize only, D
 
 
 class Setting(NamedTuple):
-    """What all candidates have in common."""
+    """Settings that all candidates share."""
 
     folder: Path
     recipe_name: str
     batch: int
     cores: int
-    jpegs: list[bytes]  # for the candidates that read nothing
+    jpegs: list[bytes]  # for the candidates that do not read shards
 
     @property
     def recipe(self) -> Recipe:
-        """How images are shown."""
+        """Recipe for crops and normalisation."""
         return find_recipe(self.recipe_name)
 
     @property
@@ -53,7 +53,7 @@ class Setting(NamedTuple):
 
 
 def ours(setting: Setting, backend: Backend) -> Batches:
-    """A stream over the shards."""
+    """Batches of `Stream`."""
     settings = DataSettings(str(setting.folder), setting.recipe_name, backend=backend, threads=setting.cores)
     with Stream(settings, setting.batch) as stream:
         for epoch in itertools.count():
@@ -61,7 +61,7 @@ def ours(setting: Setting, backend: Backend) -> Batches:
 
 
 def dali_reader(setting: Setting) -> Batches:
-    """DALI's own reader of the same shards and indices, as its documentation builds it."""
+    """DALI's own reader on the same shards and index files, as in its documentation."""
     from nvidia.dali import fn, pipeline_def, types
 
     recipe = setting.recipe
@@ -88,7 +88,7 @@ def dali_reader(setting: Setting) -> Batches:
 
 
 def _run_dali(pipeline: Any) -> Batches:
-    """Batches as torch tensors that the caller may keep, as ours are."""
+    """Batches as torch tensors that the caller may keep, as with `ours`."""
     pipeline.build()
     while True:
         (output,) = pipeline.run()
@@ -96,7 +96,7 @@ def _run_dali(pipeline: Any) -> Batches:
 
 
 def stock_webdataset(setting: Setting) -> Batches:
-    """The pipeline of webdataset's documentation: PIL images, transforms as torchvision does them, worker processes."""
+    """The pipeline of webdataset's documentation: PIL images, torchvision-style transforms, worker processes."""
     import webdataset as wds
 
     dataset = (
@@ -113,7 +113,7 @@ def stock_webdataset(setting: Setting) -> Batches:
 
 
 class _PilTransform:
-    """Random resized crop, flip, to tensor, normalise."""
+    """Random resized crop, flip, conversion to a tensor, normalisation."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
@@ -131,46 +131,46 @@ class _PilTransform:
         return pixels.to(torch.float32).div(255).sub(self.mean).div(self.std)
 
 
-def _boxes(setting: Setting, number: int) -> tuple[np.ndarray, np.ndarray]:
+def _boxes(setting: Setting) -> tuple[np.ndarray, np.ndarray]:
     headers = [read_header(jpeg) for jpeg in setting.jpegs]
     width, height = (np.array([getattr(header, side) for header in headers]) for side in ("width", "height"))
-    return setting.recipe.training_boxes(width, height, uniforms(0, number, np.arange(len(headers)), 0))
+    return setting.recipe.training_boxes(width, height, uniforms(0, 0, np.arange(len(headers)), 0))
 
 
 def raw_cpu(setting: Setting) -> Batches:
-    """The cpu backend's decoding and resizing of files in memory, and nothing else."""
+    """Only the decoding and resizing of the cpu backend, from files in memory."""
     side = setting.recipe.size
     headers = [read_header(jpeg) for jpeg in setting.jpegs]
-    boxes, mirror = _boxes(setting, 0)
+    boxes, mirror = _boxes(setting)
 
-    def work(number: int) -> None:
-        number %= len(headers)
-        to = np.empty((side, side, 3), np.uint8)
-        crop(decode_image(setting.jpegs[number], headers[number]), boxes[number], bool(mirror[number]), to)
+    def work(i: int) -> None:
+        i %= len(headers)
+        out = np.empty((side, side, 3), np.uint8)
+        crop(decode_image(setting.jpegs[i], headers[i]), boxes[i], bool(mirror[i]), out)
 
     with ThreadPoolExecutor(setting.cores) as pool:
-        ahead = [pool.submit(work, number) for number in range(2 * setting.batch)]
-        for number in itertools.count(2 * setting.batch):
-            ahead.append(pool.submit(work, number))
-            if number % setting.batch == 0:
-                for future in ahead[: setting.batch]:
+        pending = [pool.submit(work, i) for i in range(2 * setting.batch)]
+        for i in itertools.count(2 * setting.batch):
+            pending.append(pool.submit(work, i))
+            if i % setting.batch == 0:
+                for future in pending[: setting.batch]:
                     future.result()
-                del ahead[: setting.batch]
+                del pending[: setting.batch]
                 yield None
 
 
 def raw_dali(setting: Setting) -> Batches:
-    """DALI's decoding and resizing of files in memory, with boxes as ours, and nothing else."""
+    """Only DALI's decoding and resizing, from files in memory, with the same crops as `raw_cpu`."""
     from nvidia.dali import fn, pipeline_def, types
 
     side, count = setting.recipe.size, len(setting.jpegs)
     jpegs = [np.frombuffer(jpeg, np.uint8) for jpeg in setting.jpegs]
-    boxes, _ = _boxes(setting, 0)
+    boxes, _ = _boxes(setting)
 
     def batches() -> Iterator[tuple[list[np.ndarray], np.ndarray, np.ndarray]]:
         for start in itertools.count(0, setting.batch):
-            places = np.arange(start, start + setting.batch) % count
-            yield [jpegs[place] for place in places], boxes[places, :2], boxes[places, 2:]
+            positions = np.arange(start, start + setting.batch) % count
+            yield [jpegs[i] for i in positions], boxes[positions, :2], boxes[positions, 2:]
 
     @pipeline_def(batch_size=setting.batch, num_threads=setting.cores, device_id=None, prefetch_queue_depth=2)
     def graph() -> Any:

@@ -1,23 +1,24 @@
-"""What `sopdist bench input` measures: see input.py, which is the command."""
+"""Measurements of `sopdist bench input`; input.py is the command."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
 import random
-import statistics
 import tempfile
 import time
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
+from ..cli.tables import format_table
+from ..cli.units import format_bytes
 from ..data.settings import DataSettings
 from ..data.stream import Stream
-from ..text_table import format_table
 from .input_candidates import (
     CANDIDATES,
     DALI_READER,
@@ -29,19 +30,20 @@ from .input_candidates import (
     Batches,
     Setting,
 )
+from .input_plan import PlanFigures, plan_figures
 from .photos import photo_jpegs, write_photo_shards
-from .plan import PlanFigures, plan_figures
-from .verdict import Verdict
+from .results import Verdict
+from .timing import quartiles
 
 _RECIPE = "imagenet"  # random resized crops of 224
 
 
 class Sizes(NamedTuple):
-    """How much one run measures."""
+    """Amount of work of one run."""
 
     images: int
     batch: int
-    batches: int  # in a turn
+    batches: int  # per turn
     rounds: int
     resume_step: int
     plan_samples: int
@@ -53,31 +55,29 @@ QUICK = Sizes(images=48, batch=8, batches=2, rounds=1, resume_step=100, plan_sam
 
 @dataclass(frozen=True)
 class Rate:
-    """Medians over the turns of a candidate, and the quartiles of the first."""
+    """Medians over the turns of a candidate, with the quartiles of the throughput."""
 
     images_per_second: float
     lower: float
     upper: float
-    cpu_ms_per_image: float  # of all its threads and processes
+    cpu_ms_per_image: float  # summed over its threads and processes
 
 
-def measure_all(sizes: Sizes, cores: int) -> dict[str, Any]:
-    """Measure and print all parts; returns what goes into the results file."""
+def measure_all(sizes: Sizes, cores: int) -> tuple[dict[str, Any], list[Verdict]]:
+    """Measure and print all parts; returns the content of the results file and the verdicts."""
     with tempfile.TemporaryDirectory(prefix="sopdist-bench-") as folder:
         rates = _rates(Path(folder) / "photos", sizes, cores)
         print(_rate_table(rates), flush=True)
         first_batch = _seconds_to_first_batch(Path(folder) / "many", sizes)
     print("\nfirst batch " + ", ".join(f"from step {step:,}: {1e3 * s:.1f} ms" for step, s in first_batch.items()))
     plan = plan_figures(sizes.plan_samples)
-    print(f"{plan}\n")
-    verdicts = _verdicts(rates, first_batch, plan)
-    print("\n".join(map(str, verdicts)))
-    return {
+    print(plan)
+    results = {
         "rates": {name: asdict(rate) for name, rate in rates.items()},
         "first_batch_seconds": {str(step): seconds for step, seconds in first_batch.items()},
         "plan": asdict(plan),
-        "verdicts": [asdict(verdict) for verdict in verdicts],
     }
+    return results, _verdicts(rates, first_batch, plan)
 
 
 def _rates(folder: Path, sizes: Sizes, cores: int) -> dict[str, Rate]:
@@ -100,23 +100,23 @@ def _rates(folder: Path, sizes: Sizes, cores: int) -> dict[str, Rate]:
 
 
 def _generator(batches: Batches) -> Any:
-    """As a generator, which can be closed, so that what it opened is closed, too."""
+    """Wrap an iterator in a generator, so that closing it also closes everything that it opened."""
     yield from batches
 
 
 def _turn(batches: Batches, sizes: Sizes) -> tuple[float, float]:
-    """(images a second, milliseconds of CPU an image) over a turn that begins with nothing prepared."""
-    for _ in range(6):  # more than any candidate prepares ahead
+    """Images/s and CPU milliseconds per image, over a turn that starts with nothing prefetched."""
+    for _ in range(6):  # more than any candidate prefetches
         next(batches)
-    begun, cpu = time.perf_counter(), _cpu_seconds()
+    start, cpu = time.perf_counter(), _cpu_seconds()
     for _ in range(sizes.batches):
         next(batches)
     images = sizes.batches * sizes.batch
-    return images / (time.perf_counter() - begun), (_cpu_seconds() - cpu) / images * 1e3
+    return images / (time.perf_counter() - start), (_cpu_seconds() - cpu) / images * 1e3
 
 
 def _cpu_seconds() -> float:
-    """CPU time of this process and of its workers."""
+    """CPU time of this process and its workers."""
     ticks = 0
     for child in multiprocessing.active_children():
         fields = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()
@@ -125,9 +125,7 @@ def _cpu_seconds() -> float:
 
 
 def _rate(turns: list[tuple[float, float]]) -> Rate:
-    speeds = sorted(speed for speed, _ in turns)
-    lower, median, upper = statistics.quantiles(speeds * 2 if len(speeds) < 2 else speeds, n=4, method="inclusive")
-    return Rate(median, lower, upper, statistics.median(cpu for _, cpu in turns))
+    return Rate(*quartiles([speed for speed, _ in turns]), median(cpu for _, cpu in turns))
 
 
 def _rate_table(rates: dict[str, Rate]) -> str:
@@ -139,7 +137,7 @@ def _rate_table(rates: dict[str, Rate]) -> str:
 
 
 def _seconds_to_first_batch(folder: Path, sizes: Sizes) -> dict[int, float]:
-    """Enter an epoch of small images at its beginning and far in; medians."""
+    """Median time to the first batch of an epoch that starts at step 0, and far into the epoch."""
     folder.mkdir()
     batch, shard = 4, 1000
     copies = -(-(sizes.resume_step + 1000) * batch // shard)
@@ -147,12 +145,12 @@ def _seconds_to_first_batch(folder: Path, sizes: Sizes) -> dict[int, float]:
     settings = DataSettings(str(folder), _RECIPE, backend="cpu")
     seconds: dict[int, list[float]] = {0: [], sizes.resume_step: []}
     with Stream(settings, batch) as stream:
-        for number, step in enumerate([*seconds] * 7):
-            begun = time.perf_counter()
-            with closing(_generator(stream.epoch(number, start=step))) as batches:
+        for epoch, step in enumerate([*seconds] * 7):
+            start = time.perf_counter()
+            with closing(_generator(stream.epoch(epoch, start=step))) as batches:
                 next(batches)
-            seconds[step].append(time.perf_counter() - begun)
-    return {step: statistics.median(values) for step, values in seconds.items()}
+            seconds[step].append(time.perf_counter() - start)
+    return {step: median(values) for step, values in seconds.items()}
 
 
 def _verdicts(rates: dict[str, Rate], first_batch: dict[int, float], plan: PlanFigures) -> list[Verdict]:
@@ -161,13 +159,14 @@ def _verdicts(rates: dict[str, Rate], first_batch: dict[int, float], plan: PlanF
         return Verdict(f"{name} >= {share} x {of}", f"{ratio:.2f}", ratio >= share)
 
     at_start, *later = first_batch.values()
+    slowdown = max(later) / at_start
     return [
         at_least(OURS_DALI, 0.95, DALI_READER),
         at_least(OURS_CPU, 1.5, WEBDATASET),
         at_least(OURS_CPU, 0.8, RAW_CPU),
         at_least(OURS_DALI, 0.8, RAW_DALI),
         at_least(OURS_DALI, 0.8, RAW_CPU),
-        Verdict("a resume costs no more than a start", f"{max(later) / at_start:.2f} x", max(later) <= 1.5 * at_start),
+        Verdict("first batch of a resume <= 1.5 x that of a start", f"{slowdown:.2f} x", slowdown <= 1.5),
         Verdict("plan in < 2 s", f"{plan.seconds:.2f} s", plan.seconds < 2),
-        Verdict("plan in < 1 GB", f"{plan.peak_bytes / 1e9:.2f} GB", plan.peak_bytes < 1e9),
+        Verdict("plan in < 1 GB", format_bytes(plan.peak_bytes), plan.peak_bytes < 1e9),
     ]

@@ -1,4 +1,4 @@
-"""Shards of realistic JPEGs, cut out of the two photographs that scikit-learn ships."""
+"""Shards of realistic JPEGs, cropped from the two photographs that scikit-learn ships."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from ..data.labels import GIVEN, write_labels
 from ..data.manifest import Manifest, ShardInfo, shard_name
 from ..data.shards import Member, write_shard
 
-_SIZES = ((500, 375), (375, 500), (400, 400), (256, 256), (341, 256))  # as web images come
+_SIZES = ((500, 375), (375, 500), (400, 400), (256, 256), (341, 256))  # typical of web images
 _CLASSES = ("a", "b")
 
 
 def photo_jpegs(count: int, seed: int = 0) -> list[bytes]:
-    """JPEGs of about 65 kB: random parts of the photographs, scaled to common sizes."""
+    """JPEGs of about 65 kB: random crops of the photographs, scaled to common sizes."""
     from sklearn.datasets import load_sample_images
 
     photos = [Image.fromarray(pixels) for pixels in load_sample_images().images]  # 640 x 427 each
     random = np.random.default_rng(seed)
     jpegs = []
-    for number in range(count):
-        photo, (width, height) = photos[number % 2], _SIZES[number % len(_SIZES)]
+    for i in range(count):
+        photo, (width, height) = photos[i % 2], _SIZES[i % len(_SIZES)]
         scale = min(photo.width / width, photo.height / height) * random.uniform(0.6, 1.0)
         box_width, box_height = width * scale, height * scale
         x, y = random.uniform(0, photo.width - box_width), random.uniform(0, photo.height - box_height)
@@ -37,14 +37,14 @@ def photo_jpegs(count: int, seed: int = 0) -> list[bytes]:
 
 
 def write_photo_shards(folder: Path, images: list[bytes], extension: str, per_shard: int, copies: int = 1) -> Manifest:
-    """A split in `folder` that holds the images, `copies` times over, under keys of their own."""
+    """Write a split to `folder` that holds every image `copies` times, under distinct keys."""
     shards: list[ShardInfo] = []
     first = 0
     for copy in range(copies):
         for start in range(0, len(images), per_shard):
             members = [
-                Member(f"{copy}/{start + place:06d}", extension, image, {"label": place % 2})
-                for place, image in enumerate(images[start : start + per_shard])
+                Member(f"{copy}/{start + i:06d}", extension, image, {"label": i % 2})
+                for i, image in enumerate(images[start : start + per_shard])
             ]
             info = replace(write_shard(folder / shard_name(len(shards)), members), first=first)
             shards.append(info)

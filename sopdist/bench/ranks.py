@@ -1,6 +1,6 @@
-"""Ranks for a bench: one function in several processes that can talk to each other, and what it returned in each.
+"""Run one function on several ranks and collect its results.
 
-Knows how to start, watch and end them; nothing of what they measure.
+Starts, watches and stops the processes. Independent of what they measure.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from typing import Any, TypeVar
 import torch
 import torch.multiprocessing as mp
 
-from ..config import ConfigError
-from ..train.place import Place, free_port
+from ..errors import ConfigError, UserError
+from ..train.distributed.launch_env import LaunchEnv, free_port
+from ..train.distributed.world import World, open_world
 from ..train.settings import EngineSettings
-from ..train.world import World, open_world
 
 Settings = TypeVar("Settings")
-Work = Callable[[World, Settings], Any]  # a function of a module, so that another process finds it
+Work = Callable[[World, Settings], Any]  # a module-level function, so that another process can import it
 
-_REFUSED = "refused.txt"  # why a rank could not do what it was asked for, in words for a person
+_REFUSED = "refused.txt"  # the message of a ConfigError, which is the same on every rank
 _PATIENCE = 120.0  # seconds that a rank waits for another one before it gives up
 
 
-class RankError(Exception):
-    """A rank failed, or the ranks did not come to an end. The message is for a person."""
+class RankError(UserError):
+    """A rank failed, or the ranks did not finish in time."""
 
 
 def run_on_ranks(work: Work[Settings], settings: Settings, ranks: int, *, timeout: float) -> list[Any]:
-    """What `work` returns on each rank, in their order; JSON must be able to say it. No process outlives this call.
+    """Return the results of `work` in rank order; they must be JSON serialisable. No process outlives this call.
 
-    Each rank has a GPU of its own, or, if there are not that many, its share of the CPU's cores.
+    Each rank has its own GPU or, if there are fewer GPUs than ranks, its share of the CPU cores.
     """
     with tempfile.TemporaryDirectory(prefix="sopdist-bench-") as name:
         folder = Path(name)
@@ -55,24 +55,24 @@ def run_on_ranks(work: Work[Settings], settings: Settings, ranks: int, *, timeou
 
 
 def _wait_for(running: Any, timeout: float) -> None:
-    end = time.monotonic() + timeout
-    while not running.join(timeout=max(0.0, end - time.monotonic()), grace_period=2.0):
-        if time.monotonic() >= end:
+    deadline = time.monotonic() + timeout
+    while not running.join(timeout=max(0.0, deadline - time.monotonic()), grace_period=2.0):
+        if time.monotonic() >= deadline:
             raise RankError(
-                f"the ranks did not come to an end within {timeout:.0f} s and were stopped; nothing was measured. "
+                f"the ranks did not finish within {timeout:.0f} s and were stopped; nothing was measured. "
                 "Is the machine very busy? --quick measures less"
             )
 
 
 def _run(rank: int, ranks: int, port: int, work: Work[Settings], settings: Settings, folder: Path) -> None:
-    """One rank, in a process of its own."""
+    """Run one rank, in its own process."""
     if torch.cuda.device_count() < ranks:
         os.environ["ACCELERATE_USE_CPU"] = "1"
     try:
-        place = Place(rank, ranks, rank, ranks, "bench", port=port)
-        world = open_world(place, EngineSettings(timeout=_PATIENCE))
+        launch_env = LaunchEnv(rank, ranks, rank, ranks, "bench", port=port)
+        world = open_world(launch_env, EngineSettings(timeout=_PATIENCE))
         result = work(world, settings)
-    except ConfigError as error:  # the same on every rank
+    except ConfigError as error:
         (folder / _REFUSED).write_text(str(error))
         sys.exit(1)
     _result(folder, rank).write_text(json.dumps(result))

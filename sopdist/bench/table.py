@@ -1,7 +1,9 @@
-"""`sopdist bench table`: what the noise table costs, beside plain cross-entropy and two tables kept by autograd.
+"""`sopdist bench table`: the cost of the noise table, against plain cross-entropy and two tables trained by autograd.
 
-Part 1, against N and K: each candidate takes given logits, computes the loss and updates the rows of the batch.
-Part 2: the whole loss, forward and backward, against cross-entropy. At the end, each target and whether it was met.
+Part 1, for several N and K: each candidate computes the loss of given logits and updates the rows of the batch.
+Part 2: the full loss, forward and backward, against cross-entropy.
+
+The output ends with each target and whether it was met.
 """
 
 from __future__ import annotations
@@ -10,30 +12,30 @@ import argparse
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from tqdm import tqdm
 
+from ..cli.tables import format_table
+from ..cli.units import format_bytes
 from ..noise.rows import row_bytes
-from ..text_table import format_table
-from .candidates import AUTHORS, CANDIDATES, CROSS_ENTROPY, OURS, SETTLED, Batch, Sizes, Step, draw_batches
-from .timing import Timing, environment, load_warning, measure, write_json
-from .verdict import Verdict
+from .results import Verdict, add_out, finish_bench, start_bench
+from .table_candidates import AUTHORS, CANDIDATES, CROSS_ENTROPY, OURS, SETTLED, Batch, Sizes, Step, draw_batches
+from .timing import Timing, measure
 
-LOSSES = ("slots, flow", SETTLED, "dense, flow")  # what part 2 holds against cross-entropy
-LOSS_FACTOR, LOSS_EXTRA = 1.5, 0.5e-3  # the target of part 2: that many times cross-entropy, and seconds on top
-LEAST_SPEEDUP, MOST_GROWTH, MOST_BYTES = 100, 1.5, 1 / 40
+LOSSES = ("slots, flow", SETTLED, "dense, flow")  # compared with cross-entropy in part 2
+LOSS_FACTOR, LOSS_EXTRA = 1.5, 0.5e-3  # the target of part 2: this factor of cross-entropy, plus this many seconds
+MIN_SPEEDUP, MAX_GROWTH, MAX_BYTES = 100, 1.5, 1 / 40
 
 
 class Grid(NamedTuple):
-    """What one run measures."""
+    """Sizes of one run."""
 
     sweeps: dict[str, list[Sizes]]
     loss: Sizes
     repeats: int
-    budget: float  # seconds for all calls of one candidate in one cell
+    budget: float  # seconds per candidate and cell
 
 
 FULL = Grid(
@@ -55,7 +57,7 @@ QUICK = Grid(
 
 @dataclass(frozen=True)
 class Cell:
-    """One measurement: time and bytes of each candidate, and why some were left out."""
+    """Time and bytes of each candidate at one size, and the reasons for skipped candidates."""
 
     sizes: Sizes
     timings: dict[str, Timing]
@@ -63,7 +65,7 @@ class Cell:
     skipped: dict[str, str]
 
     def as_json(self) -> dict[str, Any]:
-        """For the results file; seconds and bytes."""
+        """Seconds and bytes, for the results file."""
         found = {name: {**asdict(timing), "bytes": self.nbytes[name]} for name, timing in self.timings.items()}
         return {**self.sizes._asdict(), "candidates": found, "skipped": self.skipped}
 
@@ -71,8 +73,8 @@ class Cell:
 def measure_cells(
     sweep: Sequence[Sizes], names: Sequence[str], grid: Grid, max_gib: float, *, title: str, backward: bool = False
 ) -> list[Cell]:
-    """Time these candidates at all these sizes by turns, so that sizes compare as fairly as candidates do."""
-    bind = _whole_loss if backward else _forward
+    """Time the candidates at all sizes in turns, so that sizes can be compared as fairly as candidates."""
+    bind = _forward_backward if backward else _forward
     cells: list[Cell] = []
     calls: dict[tuple[Sizes, str], Callable[[], object]] = {}
     for sizes in tqdm(sweep, desc=f"{title}: setting up", unit="size", leave=False):
@@ -83,8 +85,8 @@ def measure_cells(
                 cell.skipped[name] = f"needs {need / 2**30:.2f} GiB, more than --max-gib {max_gib:g}"
                 tqdm.write(f"{sizes}: skipped {name}: {cell.skipped[name]}")
             else:
-                few = len(batches) // 20 + 1 if CANDIDATES[name].settled else len(batches)
-                calls[sizes, name] = bind(CANDIDATES[name].build(sizes), batches[:few])
+                count = len(batches) // 20 + 1 if CANDIDATES[name].settled else len(batches)
+                calls[sizes, name] = bind(CANDIDATES[name].build(sizes), batches[:count])
         cells.append(cell)
     timings = measure(calls, grid.repeats, budget=grid.budget, title=title)
     return [
@@ -94,15 +96,15 @@ def measure_cells(
 
 
 def _forward(step: Step, batches: Sequence[Batch]) -> Callable[[], object]:
-    turns = itertools.cycle(batches)
-    return lambda: step(*next(turns))
+    endless = itertools.cycle(batches)
+    return lambda: step(*next(endless))
 
 
-def _whole_loss(step: Step, batches: Sequence[Batch]) -> Callable[[], object]:
-    turns = itertools.cycle(batches)
+def _forward_backward(step: Step, batches: Sequence[Batch]) -> Callable[[], object]:
+    endless = itertools.cycle(batches)
 
     def call() -> None:
-        logits, labels, index = next(turns)
+        logits, labels, index = next(endless)
         logits.grad = None
         step(logits, labels, index).backward()
 
@@ -110,21 +112,21 @@ def _whole_loss(step: Step, batches: Sequence[Batch]) -> Callable[[], object]:
 
 
 def judge(cells: Mapping[Sizes, Cell], loss: Cell) -> list[Verdict]:
-    """Hold the measurements against the targets, each at the sizes that it names."""
+    """Compare with the targets, each at the sizes that it names."""
     share = row_bytes("slots", 1000) / row_bytes("dense", 1000)
     verdicts = [_judge_loss(name, loss) for name in LOSSES]
-    verdicts.append(Verdict("bytes of slots <= 1/40 of dense at K=1,000", f"1/{1 / share:.1f}", share <= MOST_BYTES))
+    verdicts.append(Verdict("bytes of slots <= 1/40 of dense at K=1,000", f"1/{1 / share:.1f}", share <= MAX_BYTES))
     first, *_, last = FULL.sweeps["against N"]
     small, large = cells.get(first), cells.get(last)
     for name in (*OURS, SETTLED):
         speedup = _ratio(large, AUTHORS, large, name)
-        met = None if speedup is None else speedup >= LEAST_SPEEDUP
-        target = f"{name}: >= {LEAST_SPEEDUP} x as fast as the {AUTHORS} at {last}"
+        met = None if speedup is None else speedup >= MIN_SPEEDUP
+        target = f"{name}: >= {MIN_SPEEDUP} x as fast as the {AUTHORS} at {last}"
         verdicts.append(Verdict(target, f"{speedup or 0:.0f} x", met))
     for name in OURS:
         growth = _ratio(large, name, small, name)
-        met = None if growth is None else growth <= MOST_GROWTH
-        target = f"{name}: time at {last} <= {MOST_GROWTH} x that at {first}"
+        met = None if growth is None else growth <= MAX_GROWTH
+        target = f"{name}: time at {last} <= {MAX_GROWTH} x time at {first}"
         verdicts.append(Verdict(target, f"{growth or 0:.2f} x", met))
     return verdicts
 
@@ -138,11 +140,11 @@ def _judge_loss(name: str, loss: Cell) -> Verdict:
     return Verdict(target, f"{own * 1e3:.2f} ms, limit {limit * 1e3:.2f} ms", own <= limit)
 
 
-def _ratio(over: Cell | None, name: str, under: Cell | None, other: str) -> float | None:
-    """Median of one candidate over that of another, if both were measured."""
-    if over is None or under is None or name not in over.timings or other not in under.timings:
+def _ratio(top: Cell | None, name: str, bottom: Cell | None, other: str) -> float | None:
+    """Ratio of the medians of two candidates, if both were measured."""
+    if top is None or bottom is None or name not in top.timings or other not in bottom.timings:
         return None
-    return over.timings[name].median / under.timings[other].median
+    return top.timings[name].median / bottom.timings[other].median
 
 
 def _show_sweep(title: str, cells: Sequence[Cell]) -> None:
@@ -153,61 +155,50 @@ def _show_sweep(title: str, cells: Sequence[Cell]) -> None:
     times = rows(lambda cell, name: str(cell.timings.get(name, "skipped")))
     print(f"\nloss and table update of {cells[0].sizes.batch} samples {title}, ms: median [quartiles]")
     print(format_table(["", *sizes], times))
-    print(f"\ntable {title}, MiB, with its gradient where that is dense")
-    print(format_table(["", *sizes], rows(lambda cell, name: f"{cell.nbytes[name] / 2**20:,.2f}")))
+    print(f"\nmemory of the table {title}, including its gradient if that is dense")
+    print(format_table(["", *sizes], rows(lambda cell, name: format_bytes(cell.nbytes[name]))))
 
 
 def _show_loss(cell: Cell) -> None:
     plain = cell.timings[CROSS_ENTROPY].median
-    rows = []
-    for name, timing in cell.timings.items():
-        extra = (timing.median - plain) * 1e3
-        rows.append([name, str(timing), f"{timing.median / plain:.2f}", f"{extra:.2f}"])
+    rows = [
+        [name, str(timing), f"{timing.median / plain:.2f}", f"{(timing.median - plain) * 1e3:.2f}"]
+        for name, timing in cell.timings.items()
+    ]
     print(f"\nloss forward + backward of {cell.sizes.batch} samples, {cell.sizes}, ms: median [quartiles]")
     print(format_table(["", "ms", "x cross-entropy", "extra ms"], rows))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `sopdist bench table`."""
-    parser.add_argument("--quick", action="store_true", help="a smoke run of a few seconds on small tables")
-    parser.add_argument(
-        "--out", type=Path, default=Path("results/bench_table.json"), help="results file (default: %(default)s)"
-    )
+    """Options of `sopdist bench table`."""
+    parser.add_argument("--quick", action="store_true", help="smoke test of a few seconds on small tables")
+    add_out(parser, "table")
     parser.add_argument(
         "--max-gib",
         type=float,
         default=4.0,
-        help="skip a candidate whose table needs more memory (default: %(default)s)",
+        help="skip candidates whose table needs more memory than this (default: %(default)s)",
     )
     parser.add_argument(
-        "--threads", type=int, help="torch's threads (default: its own choice); 1 where cores are shared"
+        "--threads", type=int, help="threads of PyTorch (default: its own choice); use 1 on shared cores"
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, print, write the results file; 0 whether or not the targets are met, which is for a person to read."""
+    """Measure, print and write the results file. Returns 0 whether or not the targets are met."""
     if args.threads is not None:
         torch.set_num_threads(args.threads)
-    grid, header = QUICK if args.quick else FULL, environment()
-    if warning := load_warning(header):
-        print(warning)
+    grid, environment = QUICK if args.quick else FULL, start_bench()
     cells: dict[Sizes, Cell] = {}
     for title, sweep in grid.sweeps.items():
         found = measure_cells(sweep, list(CANDIDATES), grid, args.max_gib, title=title)
         cells.update((cell.sizes, cell) for cell in found)
     names = [*LOSSES, CROSS_ENTROPY]
-    [loss] = measure_cells([grid.loss], names, grid, args.max_gib, title="whole loss", backward=True)
+    [loss] = measure_cells([grid.loss], names, grid, args.max_gib, title="full loss", backward=True)
 
     for title, sweep in grid.sweeps.items():
         _show_sweep(title, [cells[sizes] for sizes in sweep])
     _show_loss(loss)
-    verdicts = judge(cells, loss)
-    print("", *verdicts, sep="\n")
-    results = {
-        "table": [cell.as_json() for cell in cells.values()],
-        "loss": loss.as_json(),
-        "verdicts": [asdict(verdict) for verdict in verdicts],
-    }
-    write_json(args.out, results, header)
-    print(f"\nwritten: {args.out}")
+    results = {"table": [cell.as_json() for cell in cells.values()], "loss": loss.as_json()}
+    finish_bench(args.out, environment, results, judge(cells, loss))
     return 0

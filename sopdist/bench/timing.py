@@ -1,45 +1,69 @@
-"""Timing several candidates in one run, and writing down what came out. Knows nothing of what it times.
+"""Compare candidates fairly on a shared machine. Independent of what the candidates do.
 
-On a shared machine the speed of one minute is not that of the next. So the candidates take turns in short blocks, in an
-order that is shuffled every round: a slow minute, or a neighbour that empties the caches, hits all of them alike.
+The machine is not equally fast from one minute to the next. So all candidates take short turns in every round, and the
+order is shuffled every round: a slow minute, or a neighbour that evicts the caches, affects all of them equally.
+`measure` times the candidates of one process, `take_turns` those that several ranks run together.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import platform
 import random
-import statistics
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timezone
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
+import numpy as np
 import torch
 from tqdm import tqdm
 
-import sopdist
+if TYPE_CHECKING:
+    from ..train.distributed.world import World
 
 Name = TypeVar("Name", bound=Hashable)
+Turn = TypeVar("Turn")
 
-FEWEST_CALLS = 3  # of a candidate too slow for its budget
+MIN_CALLS = 3  # of a candidate that is too slow for its budget
+
+_RESAMPLES = 2000
 
 
 @dataclass(frozen=True)
-class Timing:
-    """Seconds a call: the median and the quartiles around it, over so many calls."""
+class Quartiles:
+    """The median and the quartiles around it."""
 
     median: float
     lower: float
     upper: float
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+    """Median, lower and upper quartile."""
+    lower, median, upper = np.quantile(values, (0.25, 0.5, 0.75)).tolist()
+    return median, lower, upper
+
+
+@dataclass(frozen=True)
+class Timing(Quartiles):
+    """Seconds per call, over this many calls."""
+
     calls: int
 
     def __str__(self) -> str:
         """Milliseconds, for a table."""
         return f"{self.median * 1e3:.3g} [{self.lower * 1e3:.3g}, {self.upper * 1e3:.3g}]"
+
+
+@dataclass(frozen=True)
+class Ratio(Quartiles):
+    """Ratios of two turns of the same round, with the 95% confidence interval of their median."""
+
+    median_from: float
+    median_to: float
+    rounds: int
+
+    def __str__(self) -> str:
+        return f"{self.median:.3f} x (95%: {self.median_from:.3f} to {self.median_to:.3f})"
 
 
 def measure(
@@ -53,24 +77,23 @@ def measure(
 ) -> dict[Name, Timing]:
     """Time every candidate `repeats` times, in turns of `block` calls.
 
-    One whose calls would take more than `budget` seconds in all gets fewer of them, spread over the whole run.
+    A candidate whose calls would take more than `budget` seconds in total gets fewer calls, spread over the run.
     """
     if repeats < 1 or block < 1 or warmup < 1:
         raise ValueError(f"repeats, block and warmup must be at least 1, got {repeats}, {block} and {warmup}")
     calls = {}
     for name, call in candidates.items():
         fastest = min(_time_calls(call, warmup))
-        calls[name] = max(min(FEWEST_CALLS, repeats), min(repeats, int(budget / max(fastest, 1e-9))))
+        calls[name] = max(min(MIN_CALLS, repeats), min(repeats, int(budget / max(fastest, 1e-9))))
     rounds = -(-repeats // block)
     seconds: dict[Name, list[float]] = {name: [] for name in candidates}
-    shuffle = random.Random(0).shuffle
-    order = list(candidates)
+    order, shuffle = list(candidates), random.Random(0).shuffle
     for number in tqdm(range(1, rounds + 1), desc=title or None, unit="round", leave=False):
         shuffle(order)
         for name in order:
             due = calls[name] * number // rounds - len(seconds[name])
             seconds[name] += _time_calls(candidates[name], due)
-    return {name: _summarise(values) for name, values in seconds.items()}
+    return {name: Timing(*quartiles(values), len(values)) for name, values in seconds.items()}
 
 
 def _time_calls(call: Callable[[], object], times: int) -> list[float]:
@@ -82,35 +105,44 @@ def _time_calls(call: Callable[[], object], times: int) -> list[float]:
     return seconds
 
 
-def _summarise(seconds: list[float]) -> Timing:
-    few = len(seconds) < 2  # then there is nothing to interpolate
-    lower, median, upper = seconds * 3 if few else statistics.quantiles(seconds, n=4, method="inclusive")
-    return Timing(median, lower, upper, len(seconds))
+def take_turns(
+    world: World, candidates: Mapping[str, Callable[[], Turn]], *, seconds: float, min_rounds: int, title: str
+) -> dict[str, list[Turn]]:
+    """Run rounds for `seconds`, and return the results of each candidate on this rank, one per round.
+
+    All ranks start each turn together. The first round is a warm-up and does not count.
+    """
+    found: dict[str, list[Turn]] = {name: [] for name in candidates}
+    order, shuffle = list(candidates), random.Random(0).shuffle
+    shape = "{desc} {percentage:3.0f}%|{bar:30}|{postfix}"
+    with tqdm(total=seconds, desc=title, bar_format=shape, leave=False, disable=world.rank != 0) as bar:
+        start = time.perf_counter()
+        rounds = -1
+        while True:
+            shuffle(order)
+            for name in order:
+                world.barrier()
+                turn = candidates[name]()
+                if rounds >= 0:
+                    found[name].append(turn)
+            rounds += 1
+            (elapsed,) = world.max([time.perf_counter() - start])  # all ranks must stop after the same round
+            bar.set_postfix_str(f"{rounds} rounds", refresh=False)
+            bar.update(min(elapsed, seconds) - bar.n)
+            if rounds >= min_rounds and elapsed >= seconds:
+                return found
 
 
-def environment() -> dict[str, Any]:
-    """What a reader must know of the run to judge its numbers; to be asked before the run puts load on the machine."""
-    return {
-        "sopdist": sopdist.__version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "machine": platform.machine(),
-        "cpu_count": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "load": round(os.getloadavg()[0], 2),
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-    }
+def paired_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Ratio:
+    """Divide round by round: a slow round affects both sides."""
+    ratios = np.array(numerators) / np.array(denominators)
+    # Bootstrap: ratios of times on a busy machine have long tails, so no formula for a normal distribution applies.
+    drawn = np.random.default_rng(0).choice(ratios, (_RESAMPLES, len(ratios)))  # (resamples, rounds)
+    low, high = np.quantile(np.median(drawn, axis=1), (0.025, 0.975)).tolist()
+    return Ratio(*quartiles(ratios.tolist()), low, high, len(ratios))
 
 
-def load_warning(header: Mapping[str, Any]) -> str:
-    """One line if others kept the machine busy when the run began, else nothing."""
-    load, cores = header["load"], header["cpu_count"]
-    if load < 0.5 * cores:
-        return ""
-    return f"the machine was busy at the start (load {load} on {cores} cores): the numbers will be noisy"
-
-
-def write_json(path: Path, results: Mapping[str, Any], header: Mapping[str, Any] | None = None) -> None:
-    """Write the results below the environment they were measured in: the given one, or as it is now."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"environment": header or environment(), **results}, indent=2) + "\n")
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has finished its work, so that a clock can be read."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,6 +1,6 @@
-"""The checkpoints of a run as folders: which there are, whether they are intact, which must go. Knows no tensors.
+"""The checkpoint folders of a run: list, verify, prune, set aside and remove them. Does not know about tensors.
 
-RUN/checkpoints/step-00001234/    complete if the marker, the last file to be written, is there
+RUN/checkpoints/step-00001234/    complete once the marker exists, which is the last file written
 """
 
 from __future__ import annotations
@@ -12,46 +12,72 @@ import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ..data.errors import DataError
+from ..errors import DataError
 from ..files import sha256_of
+from .checkpoint import Checkpoint, open_checkpoint
 from .index import COMPLETE, INDEX
 from .old_format import STATE, is_old
 from .reading import check_sizes
-from .saved import Saved, open_checkpoint
 
 FOLDER = "checkpoints"
-DAMAGED = ".damaged"  # what the name of a checkpoint ends with that was found to be damaged
-LATER = ".later"  # and of one that was there when its run went back to an earlier step
+DAMAGED = ".damaged"  # suffix of a checkpoint that was found to be damaged
+LATER = ".later"  # suffix of a checkpoint that was newer than the step its run went back to
 _NAME = re.compile(r"step-[0-9]{8,18}")
 _logger = logging.getLogger("sopdist.checkpoint")
 
 
 def name_of(step: int) -> str:
-    """The folder's name of a step's checkpoint."""
+    """The folder name of the checkpoint saved at a step."""
     return f"step-{step:08d}"
 
 
 def step_of(folder: Path) -> int:
-    """The step, by the folder's name."""
+    """The step in the name of a checkpoint folder."""
     return int(folder.name.removeprefix("step-"))
 
 
 def complete_checkpoints(run: Path) -> list[Path]:
-    """All complete checkpoints of a run, the newest last."""
+    """All complete checkpoints of a run, newest last."""
     return sorted((path for path in _all(run) if is_complete(path)), key=step_of)
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether everything was written. Not whether it still is as it was written: `verify_checkpoint` reads it all."""
+    """Whether the save was completed. Does not check that the files are still intact: see `verify_checkpoint`."""
     return is_old(folder) or (folder / COMPLETE).is_file()
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether the path is the folder of a checkpoint, intact or not."""
+    return any((path / name).is_file() for name in (INDEX, COMPLETE, STATE))
+
+
+def find_checkpoint(path: Path) -> Path:
+    """The checkpoint itself if `path` is one; otherwise the newest complete checkpoint of the run at `path`."""
+    return find_checkpoints(path)[-1]
+
+
+def find_checkpoints(path: Path) -> list[Path]:
+    """The checkpoint itself if `path` is one; otherwise all complete checkpoints of the run at `path`, newest last.
+
+    DataError if there is none.
+    """
+    if is_checkpoint(path):
+        return [path]
+    if not path.is_dir():
+        raise DataError(f"{path}: no such folder")
+    complete = complete_checkpoints(path)
+    if not complete:
+        why = "has no complete checkpoint" if (path / FOLDER).is_dir() else "is neither a checkpoint nor a run with one"
+        raise DataError(f"{path}: {why}")
+    return complete
 
 
 def verify_checkpoint(
     folder: Path, part: int = 0, parts: int = 1, progress: Callable[[int], None] | None = None
-) -> Saved:
-    """Check sizes and checksums of all files, or of every `parts`-th one; DataError that names the first wrong one.
+) -> Checkpoint:
+    """Check the sizes and checksums of all files, or of every `parts`-th file; DataError names the first bad file.
 
-    `progress` is told the bytes of each file when it has been read.
+    `progress` is called with the size in bytes of each file that has been read.
     """
     saved = open_checkpoint(folder)
     check_listing(saved)
@@ -64,24 +90,24 @@ def verify_checkpoint(
 
 
 def clean(run: Path) -> None:
-    """Remove what saves have left behind that were not completed. Only while no save is under way."""
+    """Remove the leftovers of incomplete saves. Call it only while no save is running."""
     partial = [path for path in (run / FOLDER).glob("step-*.partial") if path.is_dir() and not path.is_symlink()]
     for path in [*(path for path in _all(run) if not is_complete(path)), *partial]:
-        _logger.info("%s: is not complete, and is removed", path)
+        _logger.info("%s: removing an incomplete checkpoint", path)
         remove(path)
 
 
 def set_aside(folder: Path) -> None:
-    """Give a damaged checkpoint another name: it is not looked at any more, but somebody may want to."""
+    """Rename a damaged checkpoint: it is not used any more, but is kept for inspection."""
     aside = folder.with_name(folder.name + DAMAGED)
     remove(aside)
     folder.rename(aside)
 
 
 def prune(run: Path, keep: int, best: int) -> None:
-    """Remove the oldest complete checkpoints: the newest `keep` stay, and the one of the step `best`.
+    """Remove old complete checkpoints; keep the newest `keep` and the one saved at step `best`.
 
-    One that cannot be removed costs a warning: the newest is saved all the same.
+    If a checkpoint cannot be removed, this logs a warning and continues.
     """
     for folder in complete_checkpoints(run)[:-keep]:
         if step_of(folder) != best:
@@ -91,24 +117,30 @@ def prune(run: Path, keep: int, best: int) -> None:
                 _logger.warning("%s: CANNOT BE REMOVED: %s", folder, error.strerror or error)
 
 
-def forget_after(run: Path, step: int, start: Path | None = None) -> None:
-    """Checkpoints of later steps than the one that a run goes on from would be taken for the newest: give them another
-    name. Those of the time before are removed then, so that they do not pile up; not `start`, which is gone on from."""
+def set_aside_after(run: Path, step: int, start: Path | None = None) -> None:
+    """Rename the checkpoints of later steps than the one a run resumes from; they would be taken for the newest.
+
+    Checkpoints that an earlier call has renamed are removed, so that they do not accumulate. `start`, the checkpoint
+    that the run resumes from, is kept.
+    """
     later = [folder for folder in _all(run) if step_of(folder) > step]
     if not later:
         return
     for folder in _all(run, LATER):
         if start is None or folder.resolve() != start.resolve():
-            _logger.warning("%s: is of an earlier going back, and is removed", folder)
+            _logger.warning("%s: removing it; it was set aside when the run went back before", folder)
             remove(folder)
     for folder in later:
         aside = folder.with_name(folder.name + LATER)
-        _logger.warning("%s: is of a later step than %s, and is renamed to %s", folder, step, aside.name)
+        _logger.warning("%s: renaming it to %s; the run resumes from the earlier step %s", folder, aside.name, step)
         folder.rename(aside)
 
 
 def remove(folder: Path) -> None:
-    """The marker goes first: what is half removed must not look complete. Of a link only the link goes."""
+    """Remove a checkpoint, marker first, so that an interrupted removal does not look complete.
+
+    Symbolic links are removed, but not followed.
+    """
     if folder.is_symlink():
         folder.unlink()
     if not folder.is_dir():
@@ -118,15 +150,8 @@ def remove(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _all(run: Path, ending: str = "") -> Sequence[Path]:
-    """Not links: what they lead to is not the run's, to take or to remove."""
-    names = re.compile(_NAME.pattern + re.escape(ending))
-    found = (path for path in (run / FOLDER).glob("step-*") if names.fullmatch(path.name))
-    return [path for path in found if path.is_dir() and not path.is_symlink()]
-
-
-def check_listing(saved: Saved) -> None:
-    """Nothing is missing or cut, does not belong there, or leads elsewhere. Reads no file."""
+def check_listing(saved: Checkpoint) -> None:
+    """Check that the folder holds exactly the listed files, all of them regular and of the right size. Reads none."""
     expected = {*saved.files, *((STATE,) if saved.format == 1 else (INDEX, COMPLETE))}
     try:
         with os.scandir(saved.folder) as entries:
@@ -137,13 +162,20 @@ def check_listing(saved: Saved) -> None:
         raise DataError(f"{saved.folder / name}: is missing")
     for name in sorted(found.keys() - expected):
         raise DataError(f"{saved.folder / name}: does not belong to the checkpoint; remove it if you know what it is")
-    for name in sorted(name for name, plain in found.items() if not plain):
-        raise DataError(f"{saved.folder / name}: is not a plain file")
+    for name in sorted(name for name, regular in found.items() if not regular):
+        raise DataError(f"{saved.folder / name}: is not a regular file")
     check_sizes(saved.folder, saved.index, list(saved.files))
+
+
+def _all(run: Path, suffix: str = "") -> Sequence[Path]:
+    """Checkpoint folders of a run, complete or not. Leaves out links: their targets do not belong to the run."""
+    names = re.compile(_NAME.pattern + re.escape(suffix))
+    found = (path for path in (run / FOLDER).glob("step-*") if names.fullmatch(path.name))
+    return [path for path in found if path.is_dir() and not path.is_symlink()]
 
 
 def _sha256_of(path: Path) -> str:
     try:
         return sha256_of(path)
-    except OSError as error:  # a disk that is failing
+    except OSError as error:  # e.g. a failing disk
         raise DataError(f"{path}: cannot be read: {error.strerror or error}") from None

@@ -1,7 +1,7 @@
-"""`checkpoint.json`: what is in a checkpoint; and the marker that says that it is complete. Trusts nothing it reads.
+"""The index of a checkpoint (`checkpoint.json`) and the marker of a complete one. Validates everything it reads.
 
 checkpoint.json   format, step, ..., fingerprint, config;
-                  tensors: NAME -> dtype, shape, pieces (file, start, stop), together the whole tensor;
+                  tensors: NAME -> dtype, shape, pieces: the fragments (file, start, stop) that form the full tensor;
                   files: NAME -> bytes, sha256
 complete          the SHA-256 of checkpoint.json; written last
 """
@@ -21,58 +21,59 @@ from typing import Any
 import torch
 
 from .. import __version__
-from ..data.errors import DataError
-from ..files import write_whole
-from .tensor_file import DTYPES, NAMES, plain_size
+from ..errors import DataError
+from ..files import write_atomic
+from . import names
+from .tensor_file import DTYPES, NAMES, regular_file_size
 
-FORMAT = 2
+FORMAT, FORMATS = 3, (2, 3)  # written, and read
 INDEX, COMPLETE = "checkpoint.json", "complete"
-_LARGEST_INDEX = 256 << 20  # bytes; 512 ranks and a large network need a tenth of it
-_MOST_DIMENSIONS = 64  # of a tensor, as torch has it
+_MAX_INDEX_BYTES = 256 << 20  # 512 ranks and a large network need a tenth of it
+_MAX_DIMENSIONS = 64  # of a tensor; torch has the same limit
 _FILE = re.compile(r"rank-([0-9]{1,6})-of-([0-9]{1,6})\.safetensors")
 _MARKER = re.compile(rb"[0-9a-f]{64}\n")
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a piece of a tensor is."""
+class FragmentLocation:
+    """Where a fragment of a tensor is stored."""
 
     file: str
     name: str  # of the tensor in that file
-    start: int  # elements of the whole tensor
+    start: int  # first element of the full tensor, flattened
     stop: int
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """A tensor of a checkpoint."""
+    """A tensor in a checkpoint."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    pieces: tuple[Place, ...]  # in order, without gaps
+    fragments: tuple[FragmentLocation, ...]  # in order, without gaps
 
     @property
     def elements(self) -> int:
-        """How many numbers it has."""
+        """Number of elements."""
         return math.prod(self.shape)
 
     @property
     def bytes(self) -> int:
-        """How large it is."""
+        """Size in bytes."""
         return self.elements * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class FileInfo:
-    """A file of a checkpoint."""
+    """A file in a checkpoint."""
 
     bytes: int
-    sha256: str | None  # None: of a format that had no checksums
+    sha256: str | None  # None in format 1, which has no checksums
 
 
 @dataclass(frozen=True)
 class Index:
-    """All about a checkpoint but the tensors themselves."""
+    """Everything about a checkpoint except the tensor values."""
 
     format: int
     about: dict[str, Any] = field(default_factory=dict)  # step, ranks, engine, best, fingerprint, config, ...
@@ -81,89 +82,87 @@ class Index:
 
 
 def file_of(rank: int, ranks: int) -> str:
-    """The name of the file that a rank writes."""
+    """Name of the file that a rank writes."""
     return f"rank-{rank}-of-{ranks}.safetensors"
 
 
 def commit(folder: Path, index: Index) -> None:
-    """All ranks' files are on the disk: write what they are, and then that they are complete."""
+    """Write the index, then the marker. The files of all ranks must be on disk."""
     content = _encode(index)
-    write_whole(folder / INDEX, content)
-    write_whole(folder / COMPLETE, hashlib.sha256(content).hexdigest().encode() + b"\n")
+    write_atomic(folder / INDEX, content)
+    write_atomic(folder / COMPLETE, hashlib.sha256(content).hexdigest().encode() + b"\n")
 
 
 def read_index(folder: Path) -> Index:
-    """Read and check it; DataError if it is damaged, or not what this program writes."""
-    content, marker = read_small(folder / INDEX), read_small(folder / COMPLETE, most=1024)
+    """Read and validate the index; DataError if it is damaged or malformed."""
+    content, marker = read_small(folder / INDEX), read_small(folder / COMPLETE, limit=1024)
     if not _MARKER.fullmatch(marker):
-        raise DataError(f"{folder / COMPLETE}: is damaged: it is not a checksum")
+        raise DataError(f"{folder / COMPLETE}: is damaged: it does not hold a checksum")
     if hashlib.sha256(content).hexdigest().encode() + b"\n" != marker:
-        raise DataError(f"{folder / INDEX}: is damaged: its checksum is not the one in {COMPLETE}")
+        raise DataError(f"{folder / INDEX}: is damaged: its checksum does not match {COMPLETE}")
     try:
         tree = parse(content)
-        if tree["format"] != FORMAT:
+        if tree["format"] not in FORMATS:
             raise DataError(
                 f"{folder}: has format {tree['format']}, this sopdist {__version__} reads up to {FORMAT}; "
-                f"go on with the sopdist that wrote it: {tree.get('versions', {}).get('sopdist', 'a later one')}"
+                f"use the sopdist that wrote it: {tree.get('versions', {}).get('sopdist', 'a later one')}"
             )
         return _decode(tree)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
-        raise DataError(
-            f"{folder / INDEX}: is not the index of a checkpoint: {type(error).__name__}: {error}"
-        ) from None
+        raise DataError(f"{folder / INDEX}: is not a checkpoint index: {type(error).__name__}: {error}") from None
 
 
-def read_small(path: Path, most: int = _LARGEST_INDEX) -> bytes:
-    """A file that can only be small, and must be a plain one: nothing is read that has no end, or is elsewhere."""
+def read_small(path: Path, limit: int = _MAX_INDEX_BYTES) -> bytes:
+    """Read a regular file of at most `limit` bytes. Refuses links, pipes, devices and larger files."""
     try:
-        # Not to follow a link, and not to wait for somebody to write into a pipe.
+        # O_NOFOLLOW: do not follow a link. O_NONBLOCK: do not block on a pipe without a writer.
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with open(descriptor, "rb") as file:
-            plain_size(path)
-            content = file.read(most + 1)
+            regular_file_size(path)
+            content = file.read(limit + 1)
     except OSError as error:
         raise DataError(f"{path.parent}: is not a complete checkpoint: {error.strerror}: {path}") from None
-    if len(content) > most:
-        raise DataError(f"{path}: is larger than any such file of a checkpoint")
+    if len(content) > limit:
+        raise DataError(f"{path}: is too large: more than {limit:,} bytes")
     return content
 
 
 def parse(content: bytes) -> dict[str, Any]:
-    """JSON that says one thing only: no key twice, and no number that is none. ValueError, or RecursionError."""
-    tree = json.loads(content, object_pairs_hook=_object, parse_constant=_no_number)
+    """Parse strict JSON: no duplicate keys, no NaN or Infinity. Raises ValueError or RecursionError."""
+    tree = json.loads(content, object_pairs_hook=_object, parse_constant=_refuse_constant)
     if not isinstance(tree, dict):
-        raise ValueError("it is no object")
+        raise ValueError("it is not a JSON object")
     return tree
 
 
 def check_about(about: Mapping[str, Any]) -> None:
-    """What every checkpoint must say of itself, and what of the rest is a number or text."""
+    """Check the metadata of a checkpoint: required keys and the types of known ones. Raises ValueError or KeyError."""
     if _count(about["ranks"]) not in range(1, 1_000_000):
-        raise ValueError(f"{about['ranks']} ranks")
+        raise ValueError(f"ranks = {about['ranks']} is out of range")
     for key in ("step", "unreadable", "failed_saves"):
         _count(about.get(key, 0) if key != "step" else about[key])
     if type(about.get("best_step", -1)) is not int:
-        raise ValueError(f"best_step = {about['best_step']!r} is no step")
+        raise ValueError(f"best_step = {about['best_step']!r} is not a step")
     scale = about.get("loss_scale", {})
     for value in (about["best"], about.get("epoch", 0), *scale.values()):
         if type(value) not in (int, float) or not math.isfinite(value):
-            raise ValueError(f"{value!r} is no number")
+            raise ValueError(f"{value!r} is not a finite number")
     for key in ("fingerprint", "config"):
         if not isinstance(about[key], dict):
-            raise ValueError(f"{key} must be there")
+            raise ValueError(f"{key} must be a JSON object")
     if not all(isinstance(text, str) for text in (about["engine"], *about.get("versions", {}).values())):
-        raise ValueError("engine and versions must be text")
+        raise ValueError("engine and versions must be strings")
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        raise ValueError("a key is there twice")
+        raise ValueError("duplicate key")
     return found
 
 
-def _no_number(text: str) -> None:
-    raise ValueError(f"{text} is no number")
+def _refuse_constant(text: str) -> None:
+    raise ValueError(f"{text} is not a number")
 
 
 def _encode(index: Index) -> bytes:
@@ -171,7 +170,7 @@ def _encode(index: Index) -> bytes:
         name: {
             "dtype": NAMES[info.dtype],
             "shape": list(info.shape),
-            "pieces": [[piece.file, piece.start, piece.stop] for piece in info.pieces],
+            "pieces": [[part.file, part.start, part.stop] for part in info.fragments],
         }
         for name, info in index.tensors.items()
     }
@@ -184,40 +183,41 @@ def _decode(tree: dict[str, Any]) -> Index:
     check_about(tree)
     files = {}
     for name, info in tree.pop("files").items():
-        number = _FILE.fullmatch(name)
-        if not number or name != file_of(int(number[1]), tree["ranks"]) or int(number[1]) >= tree["ranks"]:
-            raise ValueError(f"{name[:100]!r} is no name of a file of a checkpoint of {tree['ranks']} ranks")
+        match = _FILE.fullmatch(name)
+        if not match or name != file_of(int(match[1]), tree["ranks"]) or int(match[1]) >= tree["ranks"]:
+            raise ValueError(f"{name[:100]!r} is not a file name of a checkpoint of {tree['ranks']} ranks")
         if not re.fullmatch(r"[0-9a-f]{64}", info["sha256"]):
             raise ValueError(f"{name} has no checksum")
         files[name] = FileInfo(_count(info["bytes"]), info["sha256"])
-    tensors = {name: _tensor(name, info, files) for name, info in tree.pop("tensors").items()}
+    current = names.from_format_2 if tree["format"] == 2 else str
+    tensors = {current(name): _tensor(name, info, files) for name, info in tree.pop("tensors").items()}
     held = dict.fromkeys(files, 0)
     for info in tensors.values():
-        for piece in info.pieces:
-            held[piece.file] += (piece.stop - piece.start) * info.dtype.itemsize
+        for fragment in info.fragments:
+            held[fragment.file] += (fragment.stop - fragment.start) * info.dtype.itemsize
     for name, size in held.items():
         if size > files[name].bytes:
-            raise ValueError(f"{name} has {files[name].bytes} bytes, but {size} bytes of tensors")
+            raise ValueError(f"{name} has {files[name].bytes} bytes, but its tensors need {size}")
     return Index(tree.pop("format"), tree, tensors, files)
 
 
 def _tensor(name: str, info: Mapping[str, Any], files: Mapping[str, FileInfo]) -> TensorInfo:
-    shape = tuple(_count(size) for size in info["shape"][:_MOST_DIMENSIONS])
+    shape = tuple(_count(size) for size in info["shape"][:_MAX_DIMENSIONS])
     if len(shape) < len(info["shape"]):
-        raise ValueError(f"{name}: has more than {_MOST_DIMENSIONS} dimensions")
-    _count(math.prod(max(size, 1) for size in shape))  # torch multiplies them, too, and must not overflow
-    pieces, at = [], 0
+        raise ValueError(f"{name}: has more than {_MAX_DIMENSIONS} dimensions")
+    _count(math.prod(max(size, 1) for size in shape))  # torch multiplies them too and must not overflow
+    fragments, at = [], 0
     for file, start, stop in info["pieces"]:
         if file not in files or _count(start) != at or _count(stop) < start:
-            raise ValueError(f"{name}: the pieces do not fit together")
-        pieces.append(Place(file, name, start, stop))
+            raise ValueError(f"{name}: its fragments are not contiguous")
+        fragments.append(FragmentLocation(file, name, start, stop))
         at = stop
     if at != math.prod(shape):
-        raise ValueError(f"{name}: the pieces have {at} elements, its shape {list(shape)} has {math.prod(shape)}")
-    return TensorInfo(DTYPES[info["dtype"]], shape, tuple(pieces))
+        raise ValueError(f"{name}: its fragments have {at} elements, its shape {list(shape)} has {math.prod(shape)}")
+    return TensorInfo(DTYPES[info["dtype"]], shape, tuple(fragments))
 
 
 def _count(value: Any) -> int:
     if type(value) is not int or not 0 <= value < 2**53:
-        raise ValueError(f"{value!r} is no count")
+        raise ValueError(f"{value!r} is not a valid count")
     return value

@@ -11,9 +11,10 @@ import math
 import re
 from pathlib import Path
 
-from ..data.errors import DataError
-from .index import INDEX, FileInfo, Index, Place, TensorInfo, check_about, parse, read_small
-from .tensor_file import DTYPES, open_tensors, plain_size
+from ..errors import DataError
+from . import names
+from .index import INDEX, FileInfo, FragmentLocation, Index, TensorInfo, check_about, parse, read_small
+from .tensor_file import DTYPES, open_tensors, regular_file_size
 
 STATE = "state.json"
 _NOISE = re.compile(r"noise-([0-9]{1,6})-of-([0-9]{1,6})\.safetensors")
@@ -41,11 +42,11 @@ def read_old_index(folder: Path) -> Index:
     prefixes = {"network.safetensors": "network/", "optimizer.safetensors": "optimizer/"}
     for path in sorted(folder.iterdir()):
         noise = _NOISE.fullmatch(path.name)
-        prefix = f"noise/{int(noise[1])}/" if noise else prefixes.get(path.name)
+        prefix = names.table("noise", int(noise[1])) if noise else prefixes.get(path.name)
         if noise and path.name != f"noise-{int(noise[1])}-of-{about['ranks']}.safetensors":
             raise DataError(f"{path}: is not of a checkpoint of {about['ranks']} ranks")
         if prefix is not None:
-            index.files[path.name] = FileInfo(plain_size(path), None)
+            index.files[path.name] = FileInfo(regular_file_size(path), None)
             index.tensors.update(_tensors(path, prefix))
     missing = prefixes.keys() - index.files.keys()
     if missing:
@@ -61,5 +62,7 @@ def _tensors(path: Path, prefix: str) -> dict[str, TensorInfo]:
             shape, dtype = tuple(part.get_shape()), part.get_dtype()
             if dtype not in DTYPES:
                 raise DataError(f"{path}: {name} is of type {dtype}, which no checkpoint has")
-            found[prefix + name] = TensorInfo(DTYPES[dtype], shape, (Place(path.name, name, 0, math.prod(shape)),))
+            found[prefix + name] = TensorInfo(
+                DTYPES[dtype], shape, (FragmentLocation(path.name, name, 0, math.prod(shape)),)
+            )
     return found

@@ -1,8 +1,9 @@
-"""How tensors of a checkpoint are read by torch.distributed.checkpoint: it finds the pieces that a tensor consists of,
-and puts them together. Files are safetensors, and nothing is unpickled.
+"""Read tensors of a checkpoint with torch.distributed.checkpoint, which joins the fragments of each tensor.
+
+The files are safetensors; nothing is unpickled.
 """
 
-# ruff: noqa: ARG002, ARG003 -- the interfaces are torch's
+# ruff: noqa: ARG002, ARG003 -- torch defines the interfaces
 
 from __future__ import annotations
 
@@ -21,69 +22,69 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorPr
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
-from ..data.errors import DataError
-from .index import Index, Place, TensorInfo
-from .tensor_file import open_tensors, plain_size
+from ..errors import DataError
+from .index import FragmentLocation, Index, TensorInfo
+from .tensor_file import open_tensors, regular_file_size
 
 
 class CheckpointReader(StorageReader):
-    """Reads some tensors of a checkpoint whose index is known. Of a large one, to list all would take longer."""
+    """Reads the given tensors of a checkpoint. Listing only those keeps planning fast for large checkpoints."""
 
     def __init__(self, folder: Path, tensors: dict[str, TensorInfo]) -> None:
         self._folder, self._tensors = folder, tensors
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """One reader, one checkpoint."""
+        """Does nothing: a reader serves one checkpoint."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The index, as torch.distributed.checkpoint has it."""
+        """The index in the form that torch.distributed.checkpoint expects."""
         return Metadata({name: _metadata(info) for name, info in self._tensors.items()})
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing to do."""
+        """Does nothing."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """As it is."""
+        """Returns the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """As they are."""
+        """Returns the plans unchanged."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read file by file."""
-        by_file: dict[str, list[tuple[Place, Any]]] = {}
+        """Read the requested fragments, file by file."""
+        by_file: dict[str, list[tuple[FragmentLocation, Any]]] = {}
         for item in plan.items:
             offset = item.storage_index.offset
             assert offset is not None
-            pieces = self._tensors[item.storage_index.fqn].pieces
-            place = pieces[bisect_right(pieces, offset[0], key=lambda piece: piece.start) - 1]
-            by_file.setdefault(place.file, []).append((place, item))
+            fragments = self._tensors[item.storage_index.fqn].fragments
+            location = fragments[bisect_right(fragments, offset[0], key=lambda fragment: fragment.start) - 1]
+            by_file.setdefault(location.file, []).append((location, item))
         for name, wanted in by_file.items():
             with open_tensors(self._folder / name) as file:
-                for place, item in wanted:
-                    values, into = file.get_tensor(place.name).flatten(), planner.resolve_tensor(item)
-                    if len(values) != place.stop - place.start or values.dtype != into.dtype:
+                for location, item in wanted:
+                    values, target = file.get_tensor(location.name).flatten(), planner.resolve_tensor(item)
+                    if len(values) != location.stop - location.start or values.dtype != target.dtype:
                         raise DataError(
-                            f"{self._folder / name}: {place.name} is {len(values)} numbers of {values.dtype}, "
-                            f"{place.stop - place.start} of {into.dtype} are listed"
+                            f"{self._folder / name}: {location.name} has {len(values)} elements of {values.dtype}, "
+                            f"but the index lists {location.stop - location.start} of {target.dtype}"
                         )
-                    begin = item.storage_offsets[0]
-                    into.copy_(values[begin : begin + item.lengths[0]])
+                    start = item.storage_offsets[0]
+                    target.copy_(values[start : start + item.lengths[0]])
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Folders only."""
+        """Does not check: the folder is known already."""
         return True
 
 
 def load_flat(folder: Path, index: Index, names: list[str]) -> dict[str, Tensor]:
-    """Tensors of a checkpoint, flat. Every rank for itself."""
+    """Load tensors of a checkpoint, flattened. Not collective."""
     wanted = {name: index.tensors[name] for name in names}
-    check_sizes(folder, index, {piece.file for info in wanted.values() for piece in info.pieces})
+    check_sizes(folder, index, {fragment.file for info in wanted.values() for fragment in info.fragments})
     try:
         flat = {name: torch.empty(info.elements, dtype=info.dtype) for name, info in wanted.items()}
         with warnings.catch_warnings():
@@ -95,15 +96,15 @@ def load_flat(folder: Path, index: Index, names: list[str]) -> dict[str, Tensor]
 
 
 def check_sizes(folder: Path, index: Index, names: Iterable[str]) -> None:
-    """Whether files are as large as listed: before memory is taken for what they are said to hold."""
+    """Check that files have the listed sizes, before memory is allocated for their tensors."""
     for name in names:
-        size, listed = plain_size(folder / name), index.files[name].bytes
+        size, listed = regular_file_size(folder / name), index.files[name].bytes
         if size != listed:
-            raise DataError(f"{folder / name}: is damaged: it has {size} bytes, and had {listed} when it was written")
+            raise DataError(f"{folder / name}: is damaged: it has {size} bytes, but {listed} were written")
 
 
 def reason_of(error: BaseException) -> str:
-    """What went wrong, of the lowest rank that failed; without the tracebacks that come with it."""
+    """The error of the lowest rank that failed, without tracebacks."""
     if not isinstance(error, dcp.CheckpointException) or not error.failures:
         return str(error)
     rank = min(error.failures)
@@ -113,8 +114,8 @@ def reason_of(error: BaseException) -> str:
 
 def _metadata(info: TensorInfo) -> TensorStorageMetadata:
     chunks = [
-        ChunkStorageMetadata(torch.Size([piece.start]), torch.Size([piece.stop - piece.start]))
-        for piece in info.pieces
-        if piece.stop > piece.start
+        ChunkStorageMetadata(torch.Size([fragment.start]), torch.Size([fragment.stop - fragment.start]))
+        for fragment in info.fragments
+        if fragment.stop > fragment.start
     ]
     return TensorStorageMetadata(TensorProperties(dtype=info.dtype), torch.Size([info.elements]), chunks)

@@ -1,7 +1,7 @@
-"""Tensors by name in one file of the safetensors format, written tensor by tensor: no second copy in memory, a checksum
-on the way, and other threads go on meanwhile.
+"""Read and write safetensors files. Unlike the safetensors package, this writes tensors one by one: there is no second
+copy in memory, the checksum is computed along the way, and other threads keep running.
 
-    8 bytes: length of the header, little endian | the header, JSON, filled up with blanks | the tensors, one by one
+    8 bytes: header length, little endian | header: JSON, padded with spaces | the tensors, one after another
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ..data.errors import DataError
-from ..files import whole_file
+from ..errors import DataError
+from ..files import atomic_file
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -32,16 +32,16 @@ _CHUNK = 8 << 20
 
 
 class Written(NamedTuple):
-    """What is now in a file."""
+    """Size and checksum of a file that was written."""
 
     size: int  # bytes
     sha256: str
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Written:
-    """Write them in full, down to the disk; an older file of that name stays as it is if that fails."""
+    """Write tensors to a file and flush it to disk. If that fails, an existing file is left unchanged."""
     digest = hashlib.sha256()
-    with whole_file(path) as file:
+    with atomic_file(path) as file:
         for block in _blocks(tensors):
             for start in range(0, len(block), _CHUNK):
                 chunk = block[start : start + _CHUNK]
@@ -52,14 +52,14 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Written:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """All tensors of a file, whoever wrote it."""
+    """Read all tensors of any safetensors file."""
     with open_tensors(path) as file:
         return {name: file.get_tensor(name) for name in file.offset_keys()}
 
 
 @contextmanager
 def open_tensors(path: Path) -> Iterator[Any]:
-    """The file as the safetensors package has it; DataError for what it finds wrong with it."""
+    """Open a file with the safetensors package; DataError if that fails."""
     try:
         with safe_open(os.fspath(path), framework="pt") as file:
             yield file
@@ -67,28 +67,28 @@ def open_tensors(path: Path) -> Iterator[Any]:
         raise DataError(f"{path}: cannot be read: {error}") from None
 
 
-def plain_size(path: Path) -> int:
-    """The bytes of a file; DataError if it is none, or leads elsewhere, or is one that reading would wait for."""
+def regular_file_size(path: Path) -> int:
+    """Size of a file in bytes; DataError unless it is a regular file (links, pipes and devices are refused)."""
     try:
         found = path.lstat()
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
     if not stat.S_ISREG(found.st_mode):
-        raise DataError(f"{path}: is not a plain file")
+        raise DataError(f"{path}: is not a regular file")
     return found.st_size
 
 
 def _blocks(tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
-    """The content of the file, in order: the widest numbers first, so that all lie where their width divides.
+    """The content of the file, in order. The widest dtypes come first, so that every tensor is aligned to its dtype.
 
-    Tensors that lie on the CPU in one piece are not copied, and of others there is one copy at a time.
+    Contiguous CPU tensors are not copied; of the others, one copy exists at a time.
     """
     in_order = sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize)
     header: dict[str, object] = {}
     at = 0
     for name, tensor in in_order:
         if tensor.dtype not in NAMES:
-            raise TypeError(f"{name}: numbers of type {tensor.dtype} cannot be saved")
+            raise TypeError(f"{name}: tensors of type {tensor.dtype} cannot be saved")
         end = at + tensor.numel() * tensor.dtype.itemsize
         header[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, end]}
         at = end
@@ -100,6 +100,6 @@ def _blocks(tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    plain = tensor.detach().cpu().contiguous()
-    # Not reshape: one element out of many keeps their stride, and would look as if there were gaps.
-    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy().data
+    contiguous = tensor.detach().cpu().contiguous()
+    # Not reshape: a single element sliced from a larger tensor keeps its stride, which view(torch.uint8) refuses.
+    return contiguous.as_strided((contiguous.numel(),), (1,)).view(torch.uint8).numpy().data

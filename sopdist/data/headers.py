@@ -1,8 +1,8 @@
-"""What an image file says of itself before it is decoded: format, size, orientation, and whether it is whole.
+"""Image headers: format, size and orientation of an encoded image, and whether the file is complete.
 
-Crops are chosen before decoding, so both decoders need the size ahead, and the same one. This is also where files that
-would hurt are stopped: not an image, cut short, or so large that decoding it would take all memory. It looks at bytes
-only and knows no decoder.
+Crops are chosen before decoding, so both decoders need the same size in advance. Harmful files are also rejected here:
+files that are not images, truncated files, and images so large that decoding them would exhaust memory. This module
+parses bytes and is independent of the decoders.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from __future__ import annotations
 import struct
 from typing import NamedTuple
 
-from .errors import ImageError
+from ..errors import ImageError
 
-MAX_PIXELS = 1 << 27  # 134 million: beyond any camera of note; 400 MB when decoded
+MAX_PIXELS = 1 << 27  # 134 million: more than common cameras have; 400 MB when decoded
 
 JPEG, PNG, WEBP = "jpg", "png", "webp"
 FORMATS = (JPEG, PNG, WEBP)
@@ -22,17 +22,17 @@ _UPRIGHT = 1
 
 
 class ImageHeader(NamedTuple):
-    """Facts about an encoded image."""
+    """Properties of an encoded image."""
 
     format: str  # one of FORMATS, which are also the extensions in a shard
-    width: int  # upright, that is after `orientation` was undone
+    width: int  # upright, i.e. after undoing `orientation`
     height: int
-    orientation: int  # EXIF: 1 is upright, 2 to 8 are turned or mirrored
-    plain: bool  # one frame of 8-bit grey or RGB: every decoder agrees on what it shows
+    orientation: int  # EXIF: 1 is upright, 2 to 8 are rotated or mirrored
+    plain: bool  # a single frame of 8-bit grey or RGB, which all decoders decode to the same pixels
 
 
 def read_header(data: bytes, max_pixels: int = MAX_PIXELS) -> ImageHeader:
-    """Parse the header; ImageError says why the image cannot be used."""
+    """Parse the header; raises ImageError with the reason if the image cannot be used."""
     try:
         if data[:3] == b"\xff\xd8\xff":
             header = _jpeg(data)
@@ -43,12 +43,12 @@ def read_header(data: bytes, max_pixels: int = MAX_PIXELS) -> ImageHeader:
         else:
             raise ImageError(_not_an_image(data))
     except (struct.error, IndexError):
-        raise ImageError("cut short inside its header") from None
+        raise ImageError("truncated header") from None
     if header.width < 1 or header.height < 1:
         raise ImageError(f"has no pixels ({header.width} x {header.height})")
     if header.width * header.height > max_pixels:
         raise ImageError(f"{header.width} x {header.height} pixels, more than the {max_pixels:,} allowed")
-    if header.orientation >= 5:  # turned by a quarter: what is stored as width is seen as height
+    if header.orientation >= 5:  # rotated by 90 degrees: the stored width is the upright height
         return header._replace(width=header.height, height=header.width)
     return header
 
@@ -65,7 +65,7 @@ def _not_an_image(data: bytes) -> str:
     ):
         if data.startswith(magic):
             return f"{name}, not JPEG, PNG or WebP"
-    return f"not JPEG, PNG or WebP (begins with {data[:4].hex(' ')})"
+    return f"not JPEG, PNG or WebP (starts with {data[:4].hex(' ')})"
 
 
 def _jpeg(data: bytes) -> ImageHeader:
@@ -74,7 +74,7 @@ def _jpeg(data: bytes) -> ImageHeader:
     at = 2
     while True:
         if data[at] != 0xFF:
-            raise ImageError("damaged JPEG: no marker where one must be")
+            raise ImageError("damaged JPEG: no marker where one is expected")
         while data[at] == 0xFF:  # any number of fill bytes may precede a marker
             at += 1
         marker = data[at]
@@ -88,9 +88,9 @@ def _jpeg(data: bytes) -> ImageHeader:
         if marker == 0xE1 and data[body : body + 6] == b"Exif\0\0":
             orientation = _exif_orientation(data[body + 6 : body + length - 2]) or orientation
         at = body + length - 2
-    # Inside the compressed data FF is always followed by 00, so FF D9 after the frame header is the real end.
+    # Inside compressed data, FF is always followed by 00, so FF D9 after the frame header is the real end marker.
     if data.rfind(b"\xff\xd9", body) < 0:
-        raise ImageError("JPEG cut short: it has no end marker")
+        raise ImageError("truncated JPEG: no end marker")
     plain = marker in (0xC0, 0xC1, 0xC2) and precision == 8 and components in (1, 3)
     return ImageHeader(JPEG, width, height, orientation, plain)
 
@@ -110,16 +110,16 @@ def _png(data: bytes) -> ImageHeader:
             orientation = _exif_orientation(data[at + 8 : at + 8 + length]) or orientation
         at += 12 + length
     end = data.rfind(b"IEND", at)
-    if end < 0 or end + 8 > len(data):  # its name is followed by a checksum
-        raise ImageError("PNG cut short: it has no end chunk")
+    if end < 0 or end + 8 > len(data):  # the chunk type is followed by a checksum
+        raise ImageError("truncated PNG: no end chunk")
     return ImageHeader(PNG, width, height, orientation, plain)
 
 
 def _webp(data: bytes) -> ImageHeader:
-    """The first chunk has the size; an extended file may carry EXIF in a later one."""
+    """The first chunk contains the size; an extended file may have EXIF in a later chunk."""
     (riff_size,) = struct.unpack_from("<I", data, 4)
     if riff_size + 8 > len(data):
-        raise ImageError(f"WebP cut short: {len(data)} of {riff_size + 8} bytes")
+        raise ImageError(f"truncated WebP: {len(data)} of {riff_size + 8} bytes")
     kind = data[12:16]
     orientation, plain = _UPRIGHT, True
     if kind == b"VP8 ":
@@ -150,7 +150,7 @@ def _webp_chunk(data: bytes, wanted: bytes) -> bytes:
 
 
 def _exif_orientation(tiff: bytes) -> int | None:
-    """Orientation in a TIFF block, or None if it has none or is damaged: a bad tag must not cost the image."""
+    """Orientation in a TIFF block, or None if there is none or the block is damaged: the image is still usable."""
     order = {b"II": "<", b"MM": ">"}.get(tiff[:2])
     if order is None:
         return None

@@ -1,8 +1,8 @@
-"""A sample's key: its path in the source, made safe as the name of a tar member.
+"""Sample keys: the path of an image in the source, made safe as the name of a tar member.
 
-WebDataset and DALI cut a member's name at the first dot of its last part, an index line separates its fields by blanks,
-and whoever unpacks a tar trusts its names. So every byte outside of `A-Z a-z 0-9 _ - ~ /` is written as %XX, as in a
-URL. That is unambiguous, readable for ordinary names, and holds for names that are not UTF-8.
+WebDataset and DALI split a member's name at the first dot of its last component, index lines separate fields by blanks,
+and tools that unpack a tar trust its names. So every byte outside `A-Z a-z 0-9 _ - ~ /` is written as %XX, as in a URL.
+This is unambiguous, readable for ordinary names, and works for names that are not UTF-8.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import posixpath
 from collections.abc import Sequence
 from urllib.parse import quote
 
-from .errors import DataError
+from ..errors import DataError
 
 _MAX_LENGTH = 1000
 
@@ -30,26 +30,24 @@ def key_of(path: str, keep_extension: bool = False) -> str:
 
 
 def keys_of(paths: Sequence[str]) -> list[str]:
-    """A key for each path. `a.jpg` and `a.png` side by side keep their extensions; the same path twice is an error."""
+    """One key per path. If both `a.jpg` and `a.png` exist, they keep their extensions. A duplicate path is an error."""
     keys = [key_of(path) for path in paths]
-    places: dict[str, list[int]] = {}
-    for place, key in enumerate(keys):
-        places.setdefault(key, []).append(place)
-    for shared in places.values():
-        if len(shared) > 1:
-            for place in shared:
-                keys[place] = key_of(paths[place], keep_extension=True)
-            _refuse_equal(paths, shared)
-    if len(set(keys)) != len(keys):  # `a.jpg`, `a.png` and a file that is itself called `a%2Ejpg`-like
-        raise DataError("two different paths lead to the same key; rename one of the files that have % in their names")
+    samples_of: dict[str, list[int]] = {}
+    for i, key in enumerate(keys):
+        samples_of.setdefault(key, []).append(i)
+    for samples in samples_of.values():
+        if len(samples) > 1:
+            for i in samples:
+                keys[i] = key_of(paths[i], keep_extension=True)
+            _refuse_duplicates(paths, samples)
+    if len(set(keys)) != len(keys):  # `a.jpg`, `a.png`, and a file whose name looks like `a%2Ejpg`
+        raise DataError("two different paths give the same key; rename one of the files that have % in their names")
     return keys
 
 
-def _refuse_equal(paths: Sequence[str], places: list[int]) -> None:
+def _refuse_duplicates(paths: Sequence[str], samples: list[int]) -> None:
     seen: dict[str, int] = {}
-    for place in places:
-        other = seen.setdefault(paths[place], place)
-        if other != place:
-            raise DataError(
-                f"{paths[place]!r}: duplicate key, samples {other} and {place} of the source have this path"
-            )
+    for i in samples:
+        first = seen.setdefault(paths[i], i)
+        if first != i:
+            raise DataError(f"{paths[i]!r}: duplicate key, samples {first} and {i} of the source have this path")

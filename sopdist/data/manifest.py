@@ -1,8 +1,8 @@
-"""`manifest.json`: what a split consists of. It fixes each sample's index for life.
+"""`manifest.json`: the shards of a split. It defines the index of each sample, which never changes.
 
-A split is a folder of shards. Sample i is the one at place `i - first` of the shard whose range holds i; that number
-addresses its row in the noise table, its entry in every label set and its line in every report, and depends on nothing
-else: not on ranks, workers, seeds or epochs.
+A split is a folder of shards. Sample i is at position `i - first` of the shard whose range contains i. The index
+addresses the sample's row in the noise table, its entry in every label set and its line in every report. It does not
+depend on ranks, workers, seeds or epochs.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..files import write_whole
-from .errors import DataError
+from ..errors import DataError
+from ..files import write_atomic
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -39,7 +39,7 @@ class ShardInfo:
 
     @property
     def index_name(self) -> str:
-        """The file that says where in the tar each sample is."""
+        """Name of the .idx file with the position of each sample in the tar."""
         return index_name(self.name)
 
 
@@ -54,28 +54,28 @@ class Manifest:
 
     @cached_property
     def samples(self) -> int:
-        """N: how many samples there are in all shards."""
+        """N, the number of samples in all shards."""
         return sum(shard.samples for shard in self.shards)
 
     @cached_property
     def firsts(self) -> NDArray[np.int64]:
-        """Index of each shard's first sample, with N at the end; (shards + 1,)."""
+        """Index of each shard's first sample, followed by N; (shards + 1,)."""
         return np.array([*(shard.first for shard in self.shards), self.samples], dtype=np.int64)
 
     @cached_property
     def digest(self) -> str:
-        """Identifies content and order of all shards; a run refuses to resume on another."""
+        """Identifies the content and order of all shards. A run cannot be resumed on a split with another digest."""
         lines = "".join(f"{shard.name} {shard.samples} {shard.sha256}\n" for shard in self.shards)
         return hashlib.sha256(lines.encode()).hexdigest()
 
     def shard_of(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The number of the shard that holds each sample."""
+        """The shard number of each sample."""
         return np.searchsorted(self.firsts, index, side="right") - 1
 
     def write(self, folder: Path) -> None:
-        """Write `folder/manifest.json`, whole or not at all: its presence says that the split is complete."""
+        """Write `folder/manifest.json` atomically. A split is complete if and only if this file exists."""
         content = {"format": FORMAT, "samples": self.samples, "digest": self.digest, **asdict(self)}
-        write_whole(folder / MANIFEST, (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode())
+        write_atomic(folder / MANIFEST, (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode())
 
 
 def index_name(shard_name: str) -> str:
@@ -94,20 +94,20 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         content = path.read_bytes()
     except FileNotFoundError:
-        raise DataError(_why_absent(folder)) from None
+        raise DataError(_why_missing(folder)) from None
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from None
     return parse_manifest(content, str(path))
 
 
 def parse_manifest(content: bytes, where: str) -> Manifest:
-    """Check a manifest's content to the last field; `where` names it in errors."""
+    """Parse a manifest and check every field; `where` names the file in errors."""
     try:
         fields = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise DataError(f"{where}: not JSON ({error}); prepare the split again") from None
     if not isinstance(fields, dict) or "format" not in fields:
-        raise DataError(f"{where}: not a manifest of sopdist")
+        raise DataError(f"{where}: not a sopdist manifest")
     if fields["format"] != FORMAT:
         raise DataError(
             f"{where}: format {fields['format']!r}, this version of sopdist reads format {FORMAT}; "
@@ -127,20 +127,20 @@ def parse_manifest(content: bytes, where: str) -> Manifest:
 
 
 def _check(manifest: Manifest, fields: dict[str, Any], where: str) -> None:
-    """Does it agree with itself?"""
+    """Check that the manifest is consistent."""
     if not manifest.classes or not manifest.shards:
         raise DataError(f"{where}: has no classes or no shards")
     expected = 0
     for shard in manifest.shards:
         if shard.first != expected:
-            raise DataError(f"{where}: {shard.name} begins with index {shard.first}, expected {expected}")
+            raise DataError(f"{where}: {shard.name} starts at index {shard.first}, expected {expected}")
         expected += shard.samples
     if len({shard.name for shard in manifest.shards}) != len(manifest.shards):
-        raise DataError(f"{where}: names a shard twice")
+        raise DataError(f"{where}: lists a shard twice")
     for field in ("samples", "digest"):
         if fields.get(field) != getattr(manifest, field):
             raise DataError(
-                f"{where}: says {field} = {fields.get(field)!r}, its shards give {getattr(manifest, field)!r}"
+                f"{where}: {field} is {fields.get(field)!r}, but its shards give {getattr(manifest, field)!r}"
             )
 
 
@@ -168,19 +168,19 @@ def _text(fields: dict[str, Any], key: str) -> str:
     return str(fields[key])
 
 
-def _count(fields: dict[str, Any], key: str, least: int = 1) -> int:
+def _count(fields: dict[str, Any], key: str, minimum: int = 1) -> int:
     value = fields[key]
-    if type(value) is not int or not least <= value < 2**62:
+    if type(value) is not int or not minimum <= value < 2**62:
         raise ValueError(f"{key} = {value!r}")
     return value
 
 
-def _why_absent(folder: Path) -> str:
+def _why_missing(folder: Path) -> str:
     if not folder.is_dir():
         return f"{folder}: no such folder"
     inside = sorted(child.parent.name for child in folder.glob(f"*/{MANIFEST}"))
     if inside:
-        return f"{folder}: not a split, but a folder of splits ({', '.join(inside)}); name one: {folder / inside[0]}"
+        return f"{folder}: not a split, but a folder of splits ({', '.join(inside)}); use e.g. {folder / inside[0]}"
     if any(folder.glob("shard-*.tar")):
-        return f"{folder}: has shards but no {MANIFEST}: `sopdist prepare` was interrupted; run it again to go on"
+        return f"{folder}: has shards but no {MANIFEST}: `sopdist prepare` was interrupted; run it again to resume"
     return f"{folder}: no {MANIFEST}; `sopdist prepare` writes one"

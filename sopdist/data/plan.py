@@ -1,25 +1,27 @@
-"""The plan: who sees what, when, as a pure function of (shard sizes, seed, epoch, global batch). Only numpy, no state.
+"""The plan: the batches of an epoch, as a pure function of (shard sizes, seed, epoch, global batch).
 
-A plan is `rows`, (steps, global_batch) sample indices. Each sample stands in it exactly once. Rank r of W takes the
-same slice of every row, and a resume starts at row t; so exactly-once epochs, a change of the number of ranks and a
-resume in the middle of an epoch need no replay and no bookkeeping.
+A plan is an array `batches` of sample indices, (steps, global_batch). Each sample occurs exactly once. Rank r of W
+reads the same slice of every batch, and resuming at step t starts at batch t. Exactly-once epochs, a change of world
+size and a resume in the middle of an epoch therefore need no replay and no bookkeeping. This module needs only NumPy.
 
-A full shuffle would read every shard all the time. The plan reads from few at a time:
+A full shuffle would read from all shards at once. The plan reads from a few shards at a time:
 
-    1. the shards, in a random order, are laid end to end and cut into L equal pieces, the *lanes* (fewer than L, if
-       there are not `block` shards for each);
-    2. each lane is shuffled inside a sliding block of shards: a sample of the lane's s-th shard (of S) gets the key
-       s + block * u, u uniform in [0, 1), modulo S, and the lane is read in the order of the keys. So no more than
-       `block` shards of a lane are in use at any time, and with block >= S the shuffle is a full one. (Modulo S makes
-       the mixture the same at the ends as in the middle; the last block - 1 shards are visited twice for it.)
-    3. a row takes from all lanes in turn, and its columns are sorted by lane: as ranks own columns, ranks own lanes.
+    1. The shards, in random order, are concatenated and cut into L *lanes* of equal length (fewer than L if there are
+       not at least `block` shards per lane).
+    2. Each lane is shuffled within a sliding block of shards: a sample of the lane's s-th shard (of S) gets the key
+       s + block * u modulo S, with u uniform in [0, 1), and the lane is sorted by key. At most `block` shards of a lane
+       are in use at any time, and with block >= S the shuffle is a full one. (Thanks to modulo S the ends of a lane are
+       mixed as well as its middle; in return, the last block - 1 shards are visited twice.)
+    3. A batch takes samples from all lanes in turn, and its columns are sorted by lane. Since each rank owns a range of
+       columns, it also owns the lanes in them.
 
-Example. Two shards of four samples, two lanes, block 1, rows of four, two ranks:
+Example: two shards of four samples, two lanes, block 1, global batch 4, two ranks:
 
-    lanes   [5 4 7 6], [0 3 1 2]        rows   [5 4 0 3]     rank 0 reads 5 4, then 7 6: shard 1 only
+    lanes   [5 4 7 6], [0 3 1 2]     batches   [5 4 0 3]     rank 0 reads 5 4, then 7 6: shard 1 only
                                                [7 6 1 2]     rank 1 reads 0 3, then 1 2: shard 0 only
 
-Where the samples do not fill the last row, its gaps are `NO_SAMPLE`, spread evenly, so that no rank is left without.
+If the samples do not fill the last batch, the rest is padded with `NO_SAMPLE`. The padding is spread evenly over the
+columns, so that every rank gets its share of samples.
 """
 
 from __future__ import annotations
@@ -31,9 +33,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from .errors import DataError
+from ..errors import DataError
 
-VERSION = 1  # part of a checkpoint's fingerprint: raised whenever the same arguments give another plan
+VERSION = 1  # part of a checkpoint's fingerprint: increased whenever the same arguments give a different plan
 NO_SAMPLE = -1
 LANES = 32
 BLOCK = 8
@@ -43,34 +45,36 @@ Indices = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Plan:
-    """The order of an epoch."""
+    """The batches of an epoch."""
 
-    rows: NDArray[np.integer]  # (steps, global_batch)
+    batches: NDArray[np.integer]  # (steps, global_batch)
 
     @property
     def steps(self) -> int:
-        """Rows of the plan: optimizer steps of the epoch."""
-        return len(self.rows)
+        """Number of batches, and of optimizer steps, of the epoch."""
+        return len(self.batches)
 
     def part(self, step: int, rank: int, world_size: int) -> Indices:
-        """What `rank` reads at `step`; includes the gaps of the last row."""
-        return self.rows[step, rank_columns(self.rows.shape[1], rank, world_size)].astype(np.int64)
+        """The indices that `rank` reads at `step`, including padding."""
+        return self.batches[step, rank_columns(self.batches.shape[1], rank, world_size)].astype(np.int64)
 
 
 def rank_columns(global_batch: int, rank: int, world_size: int) -> slice:
-    """The columns of a row that belong to a rank: contiguous, and of equal width up to one."""
+    """The columns of a batch that belong to a rank: contiguous, of widths that differ by at most one."""
     if not 0 <= rank < world_size <= global_batch:
-        raise DataError(f"rank {rank} of {world_size} with a global batch of {global_batch}: no sample for some rank")
+        raise DataError(
+            f"rank {rank} of {world_size} with a global batch of {global_batch}: some rank would get no sample"
+        )
     return slice(rank * global_batch // world_size, (rank + 1) * global_batch // world_size)
 
 
-def without_gaps(row: NDArray[np.integer]) -> Indices:
-    """A row of which each gap shows a sample of the same row again, which has weight 0.
+def without_padding(batch: NDArray[np.integer]) -> Indices:
+    """Replace padding by repeating samples of the same batch, so that every rank gets a full batch of real images.
 
-    So every rank gets a full batch of real images.
+    The caller gives the repeated samples weight 0.
     """
-    real = row[row != NO_SAMPLE]
-    return np.where(row == NO_SAMPLE, np.resize(real, len(row)), row).astype(np.int64)
+    real = batch[batch != NO_SAMPLE]
+    return np.where(batch == NO_SAMPLE, np.resize(real, len(batch)), batch).astype(np.int64)
 
 
 def training_plan(
@@ -83,63 +87,66 @@ def training_plan(
     lanes: int = LANES,
     block: int = BLOCK,
 ) -> Plan:
-    """Plan an epoch over all samples, or over `subset` (ascending, without repetition).
+    """Plan an epoch over all samples, or over `subset` (ascending, without duplicates).
 
-    `firsts`, (shards + 1,), is the index of each shard's first sample, and N (`Manifest.firsts`).
+    `firsts`, (shards + 1,), holds the index of each shard's first sample, followed by N (`Manifest.firsts`).
     """
     _check(global_batch, lanes, block)
     words = _random_words(seed, epoch, stream=0)
     counts = np.diff(firsts) if subset is None else np.diff(np.searchsorted(subset, firsts))
-    starts = np.concatenate(([0], np.cumsum(counts)))  # of each shard, within the samples to plan
+    starts = np.concatenate(([0], np.cumsum(counts)))  # of each shard, among the samples to plan
     samples = int(starts[-1])
     if samples == 0:
-        raise DataError("there is no sample to plan an epoch of")
+        raise DataError("cannot plan an epoch: there are no samples")
 
-    # 1. Shards in a random order, end to end. A sample is a number below `samples`: its place in `subset`.
+    # 1. Concatenate the shards in random order. A sample is represented by its position in `subset`.
     order = np.argsort(words.random_raw(len(counts)), kind="stable")
     order = order[counts[order] > 0]
     ends = np.cumsum(counts[order])
-    shifts = starts[order] + counts[order] - ends  # from a position in that line to the sample that stands there
+    shifts = starts[order] + counts[order] - ends  # from a position in the concatenation to the sample there
 
-    # 2. Shuffle each lane, and lay it down as a column: lanes differ by one sample at most.
+    # 2. Shuffle each lane and store it as a column. The lengths of lanes differ by at most one sample.
     lanes = _usable_lanes(len(order), lanes, block)
-    turns = np.full((-(-samples // lanes), lanes), NO_SAMPLE, dtype=_dtype(samples))  # (longest lane, lanes)
+    columns = np.full((-(-samples // lanes), lanes), NO_SAMPLE, dtype=_dtype(samples))  # (longest lane, lanes)
     cuts = np.arange(lanes + 1) * samples // lanes
-    for lane, (begin, end) in enumerate(itertools.pairwise(cuts)):
-        first, last = np.searchsorted(ends, (begin, end - 1), side="right")
+    for lane, (start, stop) in enumerate(itertools.pairwise(cuts)):
+        first, last = np.searchsorted(ends, (start, stop - 1), side="right")
         inside = slice(first, last + 1)  # the lane's shards
-        pieces = np.diff(np.minimum(ends[inside], end), prepend=begin)  # how much of each
-        lane_samples = np.arange(begin, end) + np.repeat(shifts[inside], pieces)
-        turns[: end - begin, lane] = lane_samples[_lane_order(pieces, block, words)]
+        taken = np.diff(np.minimum(ends[inside], stop), prepend=start)  # samples of each of them in the lane
+        lane_samples = np.arange(start, stop) + np.repeat(shifts[inside], taken)
+        columns[: stop - start, lane] = lane_samples[_lane_order(taken, block, words)]
 
-    # 3. Take from all lanes in turn.
-    line = turns[turns != NO_SAMPLE] if samples % lanes else turns.reshape(-1)  # (samples,)
-    rows = _rows(line if subset is None else subset[line].astype(_dtype(firsts[-1])), global_batch)
-    _sort_columns_by_lane(rows, lanes)
-    return Plan(_spread_last(rows))
+    # 3. Take samples from all lanes in turn.
+    sequence = columns[columns != NO_SAMPLE] if samples % lanes else columns.reshape(-1)  # (samples,)
+    batches = _cut(sequence if subset is None else subset[sequence].astype(_dtype(firsts[-1])), global_batch)
+    _sort_columns_by_lane(batches, lanes)
+    return Plan(_spread_last(batches))
 
 
 def shards_in_use(shards: int, global_batch: int, columns: slice, lanes: int = LANES, block: int = BLOCK) -> int:
-    """How many shards a rank that owns `columns` reads from at a time: a block of each of its lanes, and one more."""
+    """How many shards a rank that owns `columns` reads from at a time: one block per lane, and one more block."""
     lanes = _usable_lanes(shards, lanes, block)
     in_columns: set[int] = set()
-    for row in range(lanes // math.gcd(lanes, global_batch)):
-        in_columns.update(np.sort((row * global_batch + np.arange(global_batch)) % lanes)[columns].tolist())
+    for step in range(lanes // math.gcd(lanes, global_batch)):
+        in_columns.update(np.sort((step * global_batch + np.arange(global_batch)) % lanes)[columns].tolist())
     return (len(in_columns) + 1) * block
 
 
 def evaluation_plan(samples: int, global_batch: int) -> Plan:
     """Every sample once, in index order, for any number of ranks."""
     _check(global_batch, 1, 1)
-    return Plan(_spread_last(_rows(np.arange(samples, dtype=_dtype(samples)), global_batch)))
+    return Plan(_spread_last(_cut(np.arange(samples, dtype=_dtype(samples)), global_batch)))
 
 
 def balanced_subset(labels: NDArray[np.int32], classes: int, count: int, seed: int, epoch: int) -> Indices:
-    """Draw about `count` samples for the epoch, the same number of each class as far as a class has them; ascending."""
+    """Draw about `count` samples for the epoch, in ascending order.
+
+    Each class contributes the same number of samples, or all of them if it has fewer.
+    """
     if count < classes:
         raise DataError(f"data.balanced_per_epoch = {count}: fewer than one sample for each of {classes} classes")
     draw = _random_words(seed, epoch, stream=1).random_raw(len(labels))
-    order = np.lexsort((draw, labels))  # by class, at random within a class
+    order = np.lexsort((draw, labels))  # by class, in random order within a class
     order = order[np.searchsorted(labels[order], 0) :]  # without unknown labels
     sizes = np.bincount(labels[order], minlength=classes)
     rank_in_class = np.arange(len(order)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
@@ -147,59 +154,59 @@ def balanced_subset(labels: NDArray[np.int32], classes: int, count: int, seed: i
 
 
 def _usable_lanes(shards: int, lanes: int, block: int) -> int:
-    """Thinner lanes than a block would hardly be shuffled."""
+    """The number of lanes, reduced so that each has at least a block of shards: shorter ones would hardly mix."""
     return max(1, min(lanes, shards // block))
 
 
-def _lane_order(pieces: Indices, block: int, words: np.random.Philox) -> Indices:
-    """The order in which a lane reads its samples, given how many it has of each of its shards."""
-    shards, samples = len(pieces), int(pieces.sum())
-    shard = np.repeat(np.arange(float(shards)), pieces)
+def _lane_order(counts: Indices, block: int, words: np.random.Philox) -> Indices:
+    """The order in which a lane reads its samples, given how many samples it has from each of its shards."""
+    shards, samples = len(counts), int(counts.sum())
+    shard = np.repeat(np.arange(float(shards)), counts)
     uniform = (words.random_raw(samples) >> np.uint64(11)) * 2.0**-53
     key = shard + min(block, shards) * uniform
     key[key >= shards] -= shards
-    # The key as an integer above the bits of the position: one sort of plain integers, several times faster than an
-    # indirect one, orders them and settles ties. Every step is rounded in one way only, so all machines agree.
+    # Pack the key, as an integer, above the bits of the position. One sort of plain integers, several times faster than
+    # an argsort, then orders the keys and breaks ties. Each operation rounds once, so all machines get the same order.
     bits = max(1, (samples - 1).bit_length())
     packed = (key * (2.0 ** (62 - bits) / shards)).astype(np.int64) << bits | np.arange(samples)
     packed.sort()
     return packed & ((1 << bits) - 1)
 
 
-def _sort_columns_by_lane(rows: NDArray[np.integer], lanes: int) -> None:
-    """In place. The lane of row r, column c is (r * width + c) mod lanes, so few different orders occur."""
-    width = rows.shape[1]
+def _sort_columns_by_lane(batches: NDArray[np.integer], lanes: int) -> None:
+    """In place. The lane at step t, column c is (t * width + c) mod lanes, so only a few different orders occur."""
+    width = batches.shape[1]
     period = lanes // math.gcd(lanes, width)
-    for first in range(min(period, len(rows))):
+    for first in range(min(period, len(batches))):
         order = np.argsort((first * width + np.arange(width)) % lanes, kind="stable")
-        rows[first::period] = rows[first::period, order]
+        batches[first::period] = batches[first::period, order]
 
 
 def _dtype(samples: int) -> type[np.integer]:
-    """Half the bytes, where they do: most of the time goes into touching memory."""
+    """The smaller type where it suffices: planning is bound by memory bandwidth."""
     return np.int32 if samples < 2**31 else np.int64
 
 
-def _rows(values: NDArray[np.integer], global_batch: int) -> NDArray[np.integer]:
-    """Cut into rows, with gaps at the end of the last one."""
-    rows = np.full((-(-len(values) // global_batch), global_batch), NO_SAMPLE, values.dtype)  # (steps, global_batch)
-    rows.reshape(-1)[: len(values)] = values
-    return rows
+def _cut(values: NDArray[np.integer], global_batch: int) -> NDArray[np.integer]:
+    """Cut into batches, (steps, global_batch), and pad the end of the last one."""
+    batches = np.full((-(-len(values) // global_batch), global_batch), NO_SAMPLE, values.dtype)
+    batches.reshape(-1)[: len(values)] = values
+    return batches
 
 
-def _spread_last(rows: NDArray[np.integer]) -> NDArray[np.integer]:
-    """Distribute the last row's samples over its columns, so that every slice of columns has its share."""
-    for last in rows[-1:]:
+def _spread_last(batches: NDArray[np.integer]) -> NDArray[np.integer]:
+    """Distribute the last batch's samples over its columns, in place, so that every slice of columns has its share."""
+    for last in batches[-1:]:
         samples = last[last != NO_SAMPLE]
         last[:] = NO_SAMPLE
         last[np.arange(len(samples)) * len(last) // len(samples)] = samples
-    return rows
+    return batches
 
 
 def _random_words(seed: int, epoch: int, stream: int) -> np.random.Philox:
-    """A generator of its own for (seed, epoch, stream). Only `random_raw` is used: numpy keeps its bits for good."""
+    """A separate generator for each (seed, epoch, stream). Use only `random_raw`, whose bits NumPy guarantees."""
     if seed < 0 or epoch < 0:
-        raise DataError(f"seed {seed}, epoch {epoch}: neither may be negative")
+        raise DataError(f"seed {seed}, epoch {epoch}: must not be negative")
     return np.random.Philox(key=seed, counter=[0, 0, epoch, stream])
 
 

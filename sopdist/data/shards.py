@@ -1,7 +1,7 @@
-"""Shards: plain WebDataset tars with an index beside each, written once and read by offset.
+"""Shards: plain WebDataset tars, each with an index file, written once and read by offset.
 
-Written here is what stock readers expect: `KEY.jpg` followed by `KEY.json` in the tar, and an `.idx` of the format of
-DALI's wds2idx. The bytes depend on the samples alone: no time, no user, no machine.
+Stock readers can read them: the tar has `KEY.jpg` followed by `KEY.json`, and the `.idx` has the format of DALI's
+wds2idx. The bytes depend only on the samples: there are no timestamps, user names or host names.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..files import whole_file, write_whole
-from .errors import DataError, ShardError
+from ..errors import DataError, ShardError
+from ..files import atomic_file, write_atomic
 from .headers import FORMATS
 from .manifest import ShardInfo, index_name
 
@@ -29,23 +29,23 @@ _RECORD = "json"
 
 
 class Member(NamedTuple):
-    """A sample on its way into a shard."""
+    """A sample to be written to a shard."""
 
     key: str
     extension: str  # of the image, one of headers.FORMATS
     image: bytes
-    record: dict[str, Any]  # what goes into KEY.json
+    record: dict[str, Any]  # content of KEY.json
 
 
 def write_shard(path: Path, members: Iterable[Member]) -> ShardInfo:
-    """Write a tar and its index, each whole or not at all; `first` is left 0 until all shards are known.
+    """Write a tar and its index, each atomically. `first` is 0 in the result; the caller sets it.
 
-    The tar is renamed after the index, so a tar under its final name always has one.
+    The tar is renamed after the index, so a tar with its final name always has an index.
     """
     digest = hashlib.sha256()
     lines: list[str] = []
     at = 0
-    with whole_file(path) as file:
+    with atomic_file(path) as file:
 
         def put(content: bytes) -> None:
             nonlocal at
@@ -67,19 +67,19 @@ def write_shard(path: Path, members: Iterable[Member]) -> ShardInfo:
             raise DataError(f"{path}: a shard without samples")
         put(b"\0" * (2 * _BLOCK))
         text = "\n".join([f"{_INDEX_VERSION} {len(lines)}", *lines, ""])
-        write_whole(path.with_name(index_name(path.name)), text.encode())
+        write_atomic(path.with_name(index_name(path.name)), text.encode())
     return ShardInfo(path.name, first=0, samples=len(lines), bytes=at, sha256=digest.hexdigest())
 
 
 def _tar_header(name: str, size: int) -> bytes:
-    info = tarfile.TarInfo(name)  # time 0, user 0, mode 0644
+    info = tarfile.TarInfo(name)  # mtime 0, user 0, mode 0644
     info.size = size
     return info.tobuf(tarfile.PAX_FORMAT)
 
 
 @dataclass(frozen=True)
 class ShardIndex:
-    """Where each sample of a shard is in its tar; all of length `samples`."""
+    """Position of each sample of a shard in its tar; one entry per sample in every field."""
 
     keys: list[str]
     extensions: list[str]  # of the images
@@ -90,11 +90,11 @@ class ShardIndex:
 
 
 def parse_index(text: str, where: str) -> ShardIndex:
-    """Read an `.idx`: a line a sample, of `extension offset size name` for the image and for its record."""
+    """Parse an `.idx`: one line per sample with `extension offset size name` of the image and of its record."""
     lines = text.splitlines()
     head = lines[0].split() if lines else []
     if len(head) != 2 or head[0] != _INDEX_VERSION or head[1] != str(len(lines) - 1):
-        raise DataError(f"{where}: not a whole index ({_INDEX_VERSION}); `sopdist verify` tells more")
+        raise DataError(f"{where}: not a complete index ({_INDEX_VERSION}); run `sopdist verify` for details")
     rows = [line.split(" ") for line in lines[1:]]
     for number, row in enumerate(rows, start=2):
         if len(row) != 8 or row[0] not in FORMATS or row[4] != _RECORD:
@@ -102,14 +102,14 @@ def parse_index(text: str, where: str) -> ShardIndex:
     try:
         numbers = np.array([(row[1], row[2], row[5], row[6]) for row in rows]).astype(np.int64).reshape(-1, 4)
     except (ValueError, OverflowError):
-        raise DataError(f"{where}: an offset or a size is not a number") from None
+        raise DataError(f"{where}: an offset or a size is not an integer") from None
     return ShardIndex(
         [row[3].removesuffix(f".{row[0]}") for row in rows], [row[0] for row in rows], *np.ascontiguousarray(numbers.T)
     )
 
 
 class Shard:
-    """An open shard. Reading is by offset and keeps no position, so threads may share it."""
+    """An open shard. Thread-safe: samples are read by offset, without a file position."""
 
     def __init__(self, folder: Path, info: ShardInfo) -> None:
         self._file = -1
@@ -128,7 +128,7 @@ class Shard:
             self.close()
             raise ShardError(
                 f"{self.path}: {size} bytes and {len(self.index.keys)} samples, the manifest says {info.bytes} and "
-                f"{info.samples}; copy the shard again, or run `sopdist verify {folder}` for the whole list"
+                f"{info.samples}; copy the shard again, or run `sopdist verify {folder}` for a full report"
             )
         for offsets, sizes in (
             (self.index.offsets, self.index.sizes),
@@ -136,22 +136,22 @@ class Shard:
         ):
             if ((offsets < 0) | (sizes < 0) | (offsets > size) | (sizes > size - offsets)).any():
                 self.close()
-                raise ShardError(f"{index_path}: points outside of {info.name}; run `sopdist verify {folder}`")
+                raise ShardError(f"{index_path}: points outside {info.name}; run `sopdist verify {folder}`")
 
-    def image(self, place: int) -> bytes:
-        """The encoded image of the sample at `place`."""
-        return self._read(self.index.offsets[place], self.index.sizes[place])
+    def image(self, position: int) -> bytes:
+        """The encoded image of the sample at `position` in the shard."""
+        return self._read(self.index.offsets[position], self.index.sizes[position])
 
-    def record(self, place: int) -> dict[str, Any]:
+    def record(self, position: int) -> dict[str, Any]:
         """The content of the sample's KEY.json."""
-        content = self._read(self.index.record_offsets[place], self.index.record_sizes[place])
+        content = self._read(self.index.record_offsets[position], self.index.record_sizes[position])
         record = json.loads(content)
         if not isinstance(record, dict):
-            raise DataError(f"{self.path}: {self.index.keys[place]}.json is not an object")
+            raise DataError(f"{self.path}: {self.index.keys[position]}.json is not an object")
         return record
 
     def close(self) -> None:
-        """Give the file back."""
+        """Close the file."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
@@ -161,32 +161,32 @@ class Shard:
 
     def _read(self, offset: int, size: int) -> bytes:
         content = os.pread(self._file, size, offset)
-        while len(content) < size:  # a single read is cut at 2 GiB, or by a signal
+        while len(content) < size:  # a single read returns at most 2 GiB, and less after a signal
             more = os.pread(self._file, size - len(content), offset + len(content))
             if not more:
-                raise DataError(f"{self.path}: ends early; it shrank while it was open")
+                raise DataError(f"{self.path}: ends early; the file was truncated while it was open")
             content += more
         return content
 
 
 def scan_tar(path: Path) -> Iterator[tuple[str, int, int]]:
-    """(name, offset, size) of every member, from the tar itself; if it is not whole, DataError after what can be read.
+    """(name, offset, size) of every member, read from the tar itself. Raises DataError at the first damage.
 
-    `tarfile` takes a damaged header for the end. So what comes after the last member must be an end: only zeros.
+    `tarfile` takes a damaged header for the end of the archive. So the bytes after the last member must be zeros.
     """
     end = 0
     try:
         with tarfile.open(path, "r:") as tar:
             for info in tar:
                 if not info.isreg() or info.size < 0 or info.offset < end:
-                    raise DataError(f"{path}: {info.name!r} at byte {info.offset} is not a plain file")
+                    raise DataError(f"{path}: {info.name!r} at byte {info.offset} is not a regular file")
                 yield info.name, info.offset_data, info.size
                 end = info.offset_data + info.size + -info.size % _BLOCK
         with path.open("rb") as file:
             file.seek(end)
             rest = file.read(2 * _BLOCK)
     except (tarfile.TarError, OSError, ValueError) as error:
-        raise DataError(f"{path}: not a whole tar: {error}") from None
+        raise DataError(f"{path}: damaged tar: {error}") from None
     if rest != b"\0" * (2 * _BLOCK):
-        why = "it ends early" if len(rest) < 2 * _BLOCK else "no member and no end"
-        raise DataError(f"{path}: not a whole tar: {why} at byte {end}")
+        why = "truncated" if len(rest) < 2 * _BLOCK else "neither a member nor the end of the archive"
+        raise DataError(f"{path}: damaged tar: {why} at byte {end}")

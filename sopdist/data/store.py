@@ -1,4 +1,4 @@
-"""Where a split's files come from: a folder here, or a remote place behind a local cache (remote.py)."""
+"""Access to the files of a split: in a local folder, or in remote storage behind a local cache (remote/)."""
 
 from __future__ import annotations
 
@@ -7,43 +7,43 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol
 
-from .errors import ShardError
+from ..errors import ShardError
 from .labels import LabelSet, list_labels, read_labels
 from .manifest import Manifest, ShardInfo, read_manifest
 
 
 class Store(Protocol):
-    """Hands out a split's manifest, label sets and shards as local files."""
+    """Provides a split's manifest, label sets and shards as local files."""
 
-    root: str  # as the user wrote it, for messages
+    root: str  # as given by the user, for messages
 
     def manifest(self) -> Manifest:
-        """The split's manifest, checked."""
+        """Read and check the manifest."""
 
     def check(self, manifest: Manifest) -> None:
-        """Are all shards there, as far as that can be seen at a glance? ShardError names those that are not."""
+        """Check cheaply that all shards exist; raises ShardError with the names of missing ones."""
 
     def labels(self, manifest: Manifest, name: str) -> LabelSet:
-        """A label set, checked."""
+        """Read and check a label set."""
 
     def list_labels(self) -> list[str]:
-        """Names of the label sets there are."""
+        """Names of the label sets."""
 
     def folder_of(self, info: ShardInfo) -> Path:
-        """A local folder that has the shard's tar and index now; waits until it does. Called from many threads.
+        """Wait until the shard's tar and index are local, and return their folder. Thread-safe.
 
-        StoreError if it cannot be had.
+        Raises StoreError if the shard cannot be fetched.
         """
 
     def expect(self, coming: Iterable[ShardInfo]) -> None:
-        """What `folder_of` will be asked for from now on, in that order; replaces earlier expectations."""
+        """Announce the shards that will be requested from `folder_of` next, in order; replaces earlier calls."""
 
     def close(self) -> None:
-        """Stop all work in the background."""
+        """Stop all background work."""
 
 
 class LocalStore:
-    """A folder on this machine, or one that looks like it (NFS, a mounted bucket)."""
+    """A local folder, or one that is mounted (NFS, a bucket)."""
 
     def __init__(self, folder: Path) -> None:
         self.root = str(folder)
@@ -72,7 +72,7 @@ class LocalStore:
         """Read from the folder."""
         return list_labels(self.folder)
 
-    def folder_of(self, info: ShardInfo) -> Path:  # noqa: ARG002 - all shards are in one place
+    def folder_of(self, info: ShardInfo) -> Path:  # noqa: ARG002 - all shards are in one folder
         """The folder itself."""
         return self.folder
 

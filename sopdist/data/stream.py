@@ -1,12 +1,12 @@
-"""The stream: from the plan of an epoch to batches, decoded ahead in the background.
+"""The stream: turns the plan of an epoch into batches, decoded ahead in the background.
 
     stream = Stream(DataSettings(root="shards/train", recipe="cifar10"), global_batch=128, seed=0)
     for epoch in range(epochs):
-        for batch in stream.epoch(epoch):  # or stream.epoch(epoch, start=step), to go on in the middle
+        for batch in stream.epoch(epoch):  # or stream.epoch(epoch, start=step), to resume in the middle
             ...
 
-The batches of an epoch are a pure function of (shards, settings, seed, epoch, global batch): each sample stands in
-exactly one, with the same crop, on any number of ranks and after a resume at any step.
+The batches of an epoch are a pure function of (shards, settings, seed, epoch, global batch): each sample occurs exactly
+once, with the same crop, on any number of ranks and after resuming at any step.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ..errors import DataError
 from .augment.draws import GEOMETRY, POLICY, uniforms
 from .augment.policy import POLICY_DRAWS, Policy
 from .augment.recipes import find_recipe
 from .batch import Batch
 from .decode.backends import open_decoder
 from .decode.request import BadSample, Decoded, Request
-from .errors import DataError
 from .labels import UNKNOWN
 from .manifest import ShardInfo
 from .plan import (
@@ -43,14 +43,14 @@ from .plan import (
     rank_columns,
     shards_in_use,
     training_plan,
-    without_gaps,
+    without_padding,
 )
 from .remote.opening import open_store
 from .settings import DataSettings
 from .split import Split
 
 _logger = logging.getLogger("sopdist.data")
-_MOST_NAMED = 10  # bad samples that are logged one by one in an epoch, and named when the run stops
+_MAX_LOGGED = 10  # bad samples per epoch that are logged one by one, and listed in the error that stops the run
 
 
 class TooManyBadSamplesError(DataError):
@@ -59,16 +59,16 @@ class TooManyBadSamplesError(DataError):
 
 @dataclass(frozen=True)
 class StreamStats:
-    """What the stream has cost so far."""
+    """Counters of a stream since it was opened."""
 
-    samples: int  # handed out, gaps and bad ones included
-    bad: int  # of these unreadable
+    samples: int  # samples yielded, including padding and bad samples
+    bad: int  # samples that were unreadable
     waited: float  # seconds that the consumer waited for batches
-    held_bytes: int  # memory held for batches now
+    held_bytes: int  # memory currently held for batches
 
 
 class Stream:
-    """Batches of one rank. `train=False` gives the evaluation's: each sample once, in index order, central crop."""
+    """The batches of one rank. With `train=False`, for evaluation: samples in index order, with a centre crop."""
 
     def __init__(
         self,
@@ -104,9 +104,9 @@ class Stream:
         except BaseException:
             self.split.close()
             raise
-        weakref.finalize(self, store.close)  # at exit at the latest, and before the decoder's threads are waited for
+        weakref.finalize(self, store.close)  # at exit at the latest, and before joining the decoder's threads
         self._closed = False
-        self._running: object | None = None  # the epoch under way
+        self._current: object | None = None  # token of the epoch in progress
         self._samples = self._bad = 0
         self._waited = 0.0
 
@@ -124,7 +124,7 @@ class Stream:
 
     @property
     def steps(self) -> int:
-        """Batches of an epoch, which is the same number for all epochs and ranks."""
+        """Number of batches per epoch. It is the same for all epochs and ranks."""
         samples = len(self.split)
         if self._train and self.settings.balanced_per_epoch:
             classes = len(self.split.manifest.classes)
@@ -133,7 +133,7 @@ class Stream:
         return -(-samples // self._global_batch)
 
     def plan(self, epoch: int) -> Plan:
-        """Which samples all ranks see in an epoch, row by row."""
+        """The global batches of an epoch, over all ranks."""
         if not self._train:
             return evaluation_plan(len(self.split), self._global_batch)
         subset = None
@@ -146,18 +146,18 @@ class Stream:
         )  # fmt: skip
 
     def epoch(self, epoch: int = 0, start: int = 0) -> Iterator[Batch]:
-        """The batches of an epoch, from step `start` on. One epoch at a time: a new one ends the one before."""
+        """Iterate over the batches of an epoch from step `start` on. Starting another epoch abandons this one."""
         if self._closed:
             raise DataError(f"{self.split.store.root}: the stream is closed; open a new one")
         plan = self.plan(epoch)
         if not 0 <= start <= plan.steps:
             raise DataError(f"epoch {epoch} has {plan.steps} steps; it cannot start at step {start}")
-        self.split.store.expect(self._shards_to_come(plan.rows[start:]))
+        self.split.store.expect(self._upcoming_shards(plan.batches[start:]))
         return self._batches(epoch, plan, start)
 
     def _batches(self, epoch: int, plan: Plan, start: int) -> Iterator[Batch]:
         self._decoder.discard()
-        self._running = running = object()
+        self._current = current = object()
         bad: dict[int, BadSample] = {}
         allowed = self.allowed_bad(plan)
         ahead: deque[tuple[Request, NDArray[np.float32]]] = deque()
@@ -165,39 +165,42 @@ class Stream:
         try:
             while True:
                 for step in islice(steps, self.settings.prefetch + 1 - len(ahead)):
-                    ahead.append(self._submit(epoch, plan.rows[step].astype(np.int64)))
+                    ahead.append(self._submit(epoch, plan.batches[step].astype(np.int64)))
                 if not ahead:
                     return
                 request, weight = ahead.popleft()
-                begun = time.perf_counter()
+                started = time.perf_counter()
                 decoded = self._decoder.collect()
-                self._waited += time.perf_counter() - begun
-                # What stands in a gap again belongs to another place, perhaps of another rank, and is counted there.
-                own = [sample for place, sample in decoded.bad.items() if weight[place] > 0]
+                self._waited += time.perf_counter() - started
+                # A sample repeated as padding is counted at its own position, perhaps on another rank.
+                own = [sample for position, sample in decoded.bad.items() if weight[position] > 0]
                 self._count_bad(own, bad, allowed, epoch)
                 yield self._batch(request, weight, decoded)
-                if self._running is not running:
-                    raise DataError(f"epoch {epoch} was left for another one, or the stream was closed; start it again")
+                if self._current is not current:
+                    raise DataError(
+                        f"epoch {epoch} was abandoned: another epoch was started, or the stream was closed; "
+                        "start it again"
+                    )
         finally:
-            if self._running is running:
-                self._running = None
+            if self._current is current:
+                self._current = None
                 self._decoder.discard()
 
     def stats(self) -> StreamStats:
-        """What the stream has cost so far."""
+        """Counters since the stream was opened."""
         return StreamStats(self._samples, self._bad, self._waited, self._decoder.held_bytes())
 
     def close(self) -> None:
         """Stop all threads and close all files."""
-        self._closed, self._running = True, None
-        self.split.store.close()  # first: threads may be waiting for a download
+        self._closed, self._current = True, None
+        self.split.store.close()  # first, because threads may be waiting for a download
         self._decoder.close()
         self.split.close()
 
-    def _submit(self, epoch: int, row: Indices) -> tuple[Request, NDArray[np.float32]]:
-        """Start decoding this rank's part of a row of the plan."""
-        index = without_gaps(row)[self._columns]
-        weight = (row[self._columns] != NO_SAMPLE).astype(np.float32)
+    def _submit(self, epoch: int, batch: Indices) -> tuple[Request, NDArray[np.float32]]:
+        """Start decoding this rank's part of a global batch."""
+        index = without_padding(batch)[self._columns]
+        weight = (batch[self._columns] != NO_SAMPLE).astype(np.float32)
         views = range(self._views) if self._train else ()
         draws = None
         if self._strong is not None:
@@ -218,28 +221,28 @@ class Stream:
         )
 
     def allowed_bad(self, plan: Plan) -> int:
-        """How many samples of an epoch may be unreadable, over all ranks. Each rank knows its own bad ones only."""
-        return int(self.settings.max_bad_fraction * np.count_nonzero(plan.rows != NO_SAMPLE))
+        """How many samples of an epoch may be unreadable, over all ranks. A rank counts only its own bad samples."""
+        return int(self.settings.max_bad_fraction * np.count_nonzero(plan.batches != NO_SAMPLE))
 
     def _count_bad(self, new: Sequence[BadSample], bad: dict[int, BadSample], allowed: int, epoch: int) -> None:
-        """Log what is bad, and stop when it is too much."""
+        """Log new bad samples, and raise once there are more than allowed."""
         for sample in new:
             if sample.index not in bad:
                 bad[sample.index] = sample
                 self._bad += 1
-                if len(bad) <= _MOST_NAMED:
-                    _logger.warning("skipped a sample: %s: %s", sample.where, sample.reason)
+                if len(bad) <= _MAX_LOGGED:
+                    _logger.warning("skipped unreadable sample: %s: %s", sample.where, sample.reason)
         if len(bad) > allowed:
-            named = "".join(f"\n  {sample.where}: {sample.reason}" for sample in list(bad.values())[:_MOST_NAMED])
+            named = "".join(f"\n  {sample.where}: {sample.reason}" for sample in list(bad.values())[:_MAX_LOGGED])
             raise TooManyBadSamplesError(
-                f"{self.split.store.root}: {len(bad)} samples could not be read in epoch {epoch}, "
+                f"{self.split.store.root}: {len(bad)} samples could not be read in epoch {epoch}; "
                 f"data.max_bad_fraction = {self.settings.max_bad_fraction} allows {allowed}:{named}\n"
                 f"`sopdist verify --decode` lists all of them"
             )
 
-    def _shards_to_come(self, rows: NDArray[np.integer]) -> Iterator[ShardInfo]:
-        """The shards that this rank will read, in the order of their first use."""
-        index = rows[:, self._columns].reshape(-1).astype(np.int64)
+    def _upcoming_shards(self, batches: NDArray[np.integer]) -> Iterator[ShardInfo]:
+        """The shards that this rank will read, in order of first use."""
+        index = batches[:, self._columns].reshape(-1).astype(np.int64)
         shards, first_use = np.unique(self.split.manifest.shard_of(index[index != NO_SAMPLE]), return_index=True)
-        for number in shards[np.argsort(first_use)].tolist():
-            yield self.split.manifest.shards[number]
+        for shard in shards[np.argsort(first_use)].tolist():
+            yield self.split.manifest.shards[shard]

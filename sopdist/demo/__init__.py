@@ -1,12 +1,13 @@
-"""Everything at once, on real data: handwritten digits, 40% of the training labels drawn anew, cross-entropy and SOP.
+"""Train on scikit-learn's handwritten digits with 40% of the labels resampled: plain cross-entropy against SOP.
 
-The digits of scikit-learn (nothing is downloaded) become shards, wrong labels are drawn, and a launcher trains a
-network on two ranks: once with plain cross-entropy, once with SOP. Then both are compared, and the most suspicious
-labels are shown. It is the trainer as it is, with configs/demo.yaml; everything stays in --out to be looked at.
+The demo writes the digits as shards (nothing is downloaded), resamples part of the training labels, and starts two
+training runs on two ranks each: one with cross-entropy, one with SOP. It then compares the runs and shows the most
+suspicious labels. It runs the regular trainer with configs/demo.yaml and keeps all files in --out.
 
   sopdist demo
   sopdist demo --noise 0.6 --epochs 30
-  sopdist demo --launcher torchrun          without DeepSpeed: DDP instead
+  sopdist demo --launcher torchrun          DDP instead of DeepSpeed
+  sopdist demo --figure demo.png
 """
 
 from __future__ import annotations
@@ -15,63 +16,78 @@ import argparse
 import time
 from pathlib import Path
 
-from ..data.commands.arguments import share, whole
+from ..cli.arguments import fraction, integer
 
-BOTH = {"ce": "plain cross-entropy", "sop": "SOP"}  # the two runs, by objective.name
-SUSPECTS = 5
+METHODS = {"ce": "plain cross-entropy", "sop": "SOP"}  # method.name of the two runs -> name to print
+SUSPECTS = 5  # labels to show
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `sopdist demo`."""
-    parser.add_argument("--noise", type=share, default=0.4, help="share of training labels drawn anew (%(default)s)")
-    parser.add_argument("--epochs", type=whole(1), default=60, help="passes over the training data (%(default)s)")
-    parser.add_argument("--seed", type=whole(0, 2**63 - 1), default=0, help="of noise, weights and order (%(default)s)")
-    parser.add_argument("--ranks", type=whole(1), default=2, help="processes; on GPUs no more than those (%(default)s)")
-    where = "folder for shards, runs and logs (%(default)s); runs of an earlier demo in it are replaced"
-    parser.add_argument("--out", type=Path, default=Path("demo"), metavar="FOLDER", help=where)
-    how = "who starts the ranks: deepspeed, with its engine, or torchrun, with DDP (%(default)s)"
-    parser.add_argument("--launcher", choices=("deepspeed", "torchrun"), default="deepspeed", help=how)
+    parser.add_argument(
+        "--noise", type=fraction, default=0.4, help="fraction of training labels to resample (%(default)s)"
+    )
+    parser.add_argument("--epochs", type=integer(1), default=60, help="passes over the training data (%(default)s)")
+    seed = "seed of the label noise, the weights and the sample order (%(default)s)"
+    parser.add_argument("--seed", type=integer(0, 2**63 - 1), default=0, help=seed)
+    parser.add_argument("--ranks", type=integer(1), default=2, help="ranks; at most one per GPU (%(default)s)")
+    out = "folder for shards, runs and logs (%(default)s); runs of an earlier demo in it are replaced"
+    parser.add_argument("--out", type=Path, default=Path("demo"), metavar="FOLDER", help=out)
+    figure = "also draw accuracy and memorised labels over the epochs, e.g. demo.png or demo.svg"
+    parser.add_argument("--figure", type=_figure_path, metavar="FILE", help=figure)
+    launcher = "start the ranks with deepspeed and its engine, or with torchrun and DDP (%(default)s)"
+    parser.add_argument("--launcher", choices=("deepspeed", "torchrun"), default="deepspeed", help=launcher)
+
+
+def _figure_path(text: str) -> Path:
+    path = Path(text)
+    if path.suffix not in (".png", ".svg", ".pdf"):
+        raise argparse.ArgumentTypeError(f"{text!r} must end in .png, .svg or .pdf")
+    return path
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prepare, train twice, compare."""
-    from .needs import check_installed
+    """Prepare the data, train twice, compare the runs."""
+    from .prepare import check_installed, open_folder, prepare_data
 
     check_installed(args.launcher)
-    from .comparing import comparison, read_run
-    from .folder import open_folder
-    from .launching import Launch, on_device
-    from .preparing import prepare
-    from .suspects import draw_suspects
+    # These import packages that check_installed looks for.
+    from .launch import Launch, ranks_and_device
+    from .results import draw_suspects, format_comparison, read_run
 
-    begun = time.monotonic()
-    ranks, device = on_device(args.ranks)
-    folder = open_folder(args.out, list(BOTH))
-    _say(f"1. Handwritten digits become shards, and {args.noise:.0%} of the training labels are drawn anew: {folder}")
-    data = prepare(folder, args.noise, args.seed)
-    images = f"{data.train:,} images to train on, {data.test:,} to test"
-    _say(f"   {images}; {data.wrong:.1%} of the training labels are wrong\n")
-    for number, (objective, name) in enumerate(BOTH.items(), 2):
-        many = f"{ranks} ranks on {device}s" if ranks > 1 else f"one rank on a {device}"
-        _say(f"{number}. {args.launcher} starts {many}, to train with {name}: {args.epochs} epochs")
-        Launch(args.launcher, ranks, device, objective, folder, data.labels, args.epochs, args.seed).run()
-        _say("")
-    _say(comparison(*(read_run(folder / "runs" / objective) for objective in BOTH)))
-    _say(draw_suspects(folder / "runs" / "sop", SUSPECTS))
-    _say(_next(args.out, time.monotonic() - begun))
+    started = time.monotonic()
+    ranks, device = ranks_and_device(args.ranks)
+    folder = open_folder(args.out, list(METHODS))
+    _print(f"1. Writing handwritten digits as shards and resampling {args.noise:.0%} of the training labels: {folder}")
+    data = prepare_data(folder, args.noise, args.seed)
+    images = f"{data.train:,} training images, {data.test:,} test images"
+    _print(f"   {images}; {data.wrong:.1%} of the training labels are wrong\n")
+    for number, (method, name) in enumerate(METHODS.items(), 2):
+        where = f"{ranks} ranks on {device}s" if ranks > 1 else f"one rank on a {device}"
+        _print(f"{number}. Training with {name} for {args.epochs} epochs: {args.launcher}, {where}")
+        Launch(args.launcher, ranks, device, method, folder, data.labels, args.epochs, args.seed).run()
+        _print("")
+    _print(format_comparison(*(read_run(folder / "runs" / method) for method in METHODS)))
+    _print(draw_suspects(folder / "runs" / "sop", SUSPECTS))
+    if args.figure is not None:
+        from .figure import plot_runs
+
+        names = {"ce": "cross-entropy", "sop": "SOP"}
+        plot_runs({names[method]: folder / "runs" / method for method in METHODS}, args.figure)
+    _print(_next_steps(args.out, time.monotonic() - started))
     return 0
 
 
-def _say(text: str) -> None:
-    """At once: in a log file, too, it must stand before what the ranks print."""
+def _print(text: str) -> None:
+    """Print without buffering: when stdout is a file, the text must come before the output of the ranks."""
     print(text, flush=True)
 
 
-def _next(out: Path, seconds: float) -> str:
+def _next_steps(out: Path, seconds: float) -> str:
     run = out / "runs" / "sop"
     return f"""
-All of it took {seconds:.0f} s. Where to look next:
+The demo took {seconds:.0f} s. Next steps:
   {run}   the run: config.yaml, metrics.jsonl, summary.csv, checkpoints
   sopdist eval {run} --which last
   sopdist inspect {out / "digits" / "train"} --sheet digits.png
-  sopdist train --help-config     every setting; docs/train.md explains training, README.md SOP in a loop of your own"""
+  sopdist train --help-config     every setting; see docs/train.md for training, README.md for SOP in your own loop"""

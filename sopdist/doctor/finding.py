@@ -1,11 +1,11 @@
-"""What a probe has found out. Knows no probe."""
+"""The result of a probe. This file does not know the probes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
-State = Literal["ok", "missing", "broken", "note"]  # note: works, but somebody should know
+State = Literal["ok", "missing", "broken", "note"]  # note: works, but the user should know about it
 
 
 @dataclass(frozen=True)
@@ -14,11 +14,11 @@ class Finding:
 
     what: str
     state: State
-    detail: str  # versions, numbers, or what went wrong
+    detail: str  # version, measured value, or error
     advice: str = ""  # what to do about it
-    needed: bool = False  # training cannot run here unless it is ok
+    needed: bool = False  # training cannot run without it
 
     @property
-    def stops(self) -> bool:
-        """Whether training cannot run here because of it."""
+    def blocks_training(self) -> bool:
+        """Whether training cannot run here because of this finding."""
         return self.needed and self.state in ("missing", "broken")

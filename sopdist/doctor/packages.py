@@ -1,7 +1,4 @@
-"""Probes of Python packages. Each imports what it asks about, so each runs in a process of its own (`isolation.py`).
-
-`python -m sopdist.doctor.packages NAME` runs one.
-"""
+"""Probes of Python packages. Each imports the packages that it checks, so each needs its own process (`isolation`)."""
 
 from __future__ import annotations
 
@@ -13,26 +10,25 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
 from .finding import Finding
-from .isolation import answer, short
+from .isolation import shorten
 
 _OPERATOR = "deepspeed_shm_comm"
-_NOT_NEEDED = "nothing to do: sopdist trains without it; other programs need ninja and g++"
+_NOT_NEEDED = "nothing to do: sopdist does not use it; other programs need ninja and g++ to compile it"
 
 
 def probe_python() -> list[Finding]:
-    """The interpreter that runs this."""
+    """The Python interpreter."""
     version = f"{platform.python_version()}, {platform.machine()}, {sys.executable}"
     return [Finding("python", "ok", version, needed=True)]
 
 
 def probe_torch() -> list[Finding]:
-    """torch, the GPUs that it sees, and NCCL."""
-    torch, problem = _imported("torch", "torch", "make env, or pip install torch", needed=True)
+    """torch, its GPUs, and NCCL."""
+    torch, problem = _import_package("torch", "torch", "make env, or pip install torch", needed=True)
     if torch is None:
         return [problem]
     found = [Finding("torch", "ok", torch.__version__, needed=True)]
@@ -43,10 +39,12 @@ def probe_torch() -> list[Finding]:
         advice = (
             "install a torch with CUDA: https://pytorch.org/get-started"
             if torch.version.cuda is None
-            else "the driver is too old for this CUDA, or no GPU is visible: see nvidia-smi and CUDA_VISIBLE_DEVICES"
+            else "the driver is too old for this CUDA, or no GPU is visible: check nvidia-smi and CUDA_VISIBLE_DEVICES"
         )
         built = "none" if torch.version.cuda is None else torch.version.cuda
-        found.append(Finding("CUDA", "broken", f"nvidia-smi is here, but torch (CUDA {built}) sees no GPU", advice))
+        found.append(
+            Finding("CUDA", "broken", f"nvidia-smi is installed, but torch (CUDA {built}) finds no GPU", advice)
+        )
     else:
         built = (
             "torch is a CPU build" if torch.version.cuda is None else f"torch is built for CUDA {torch.version.cuda}"
@@ -56,26 +54,26 @@ def probe_torch() -> list[Finding]:
 
 
 def _gpu(torch: ModuleType) -> Finding:
-    names = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+    names = [torch.cuda.get_device_name(device) for device in range(torch.cuda.device_count())]
     major, minor = torch.cuda.get_device_capability(0)
     detail = f"{len(names)} x {names[0]} (sm_{major}{minor}), CUDA {torch.version.cuda}"
     try:
         torch.ones(8, device="cuda").sum().item()
     except RuntimeError as error:
-        detail = f"{detail}: {short(str(error))}"
-        advice = "is it in use by others (nvidia-smi), or too new or too old for this torch?"
+        detail = f"{detail}: {shorten(str(error))}"
+        advice = "check whether other processes use it (nvidia-smi), and whether this torch supports it"
         return Finding("CUDA", "broken", detail, advice, needed=True)
     return Finding("CUDA", "ok", detail, needed=True)
 
 
 def _nccl(torch: ModuleType) -> Finding:
     if not torch.distributed.is_nccl_available():
-        return Finding("NCCL", "missing", "torch has no NCCL", "several GPUs need it: install a torch with CUDA")
+        return Finding("NCCL", "missing", "torch has no NCCL", "needed for several GPUs: install a torch with CUDA")
     return Finding("NCCL", "ok", ".".join(map(str, torch.cuda.nccl.version())))
 
 
 def probe_kernels() -> list[Finding]:
-    """Our own C, for the noise table and for images."""
+    """The C kernels of sopdist, for the noise table and for images."""
     from ..data.decode import pixels
     from ..noise.kernels import native_kernels
 
@@ -84,26 +82,28 @@ def probe_kernels() -> list[Finding]:
         if built:
             found.append(Finding(what, "ok", "compiled"))
         else:
-            advice = "install a C compiler (Debian: apt-get install gcc), then install sopdist again"
-            found.append(Finding(what, "missing", "not compiled: slower ones of Python are used", advice))
+            advice = "install a C compiler (Debian: apt-get install gcc), then reinstall sopdist"
+            found.append(Finding(what, "missing", "not compiled: slower Python code is used instead", advice))
     return found
 
 
 def probe_triton() -> list[Finding]:
-    """Triton, which a GPU's kernels are written in."""
-    triton, problem = _imported("triton", "Triton", "for GPUs: pip install 'sopdist[triton]'; without, it is slower")
+    """Triton, for the GPU kernels."""
+    triton, problem = _import_package(
+        "triton", "Triton", "for GPUs: pip install 'sopdist[triton]'; training is slower without it"
+    )
     if triton is None:
         return [problem]
     if os.environ.get("TRITON_INTERPRET") == "1":
-        return [Finding("Triton", "note", f"{triton.__version__}, interpreting", "unset TRITON_INTERPRET to train")]
+        return [Finding("Triton", "note", f"{triton.__version__}, interpreter mode", "unset TRITON_INTERPRET to train")]
     return [Finding("Triton", "ok", triton.__version__)]
 
 
-def probe_decoders() -> list[Finding]:
-    """What turns the bytes of an image into pixels on the CPU."""
+def probe_images_and_configs() -> list[Finding]:
+    """The packages that decode images on the CPU and read configs."""
     versions = []
     for module, package in (("PIL", "pillow"), ("simplejpeg", "simplejpeg"), ("numpy", "numpy"), ("yaml", "pyyaml")):
-        loaded, problem = _imported(
+        loaded, problem = _import_package(
             module, "images and configs", f"pip install {package}, or 'sopdist[data,train]'", needed=True
         )
         if loaded is None:
@@ -113,24 +113,24 @@ def probe_decoders() -> list[Finding]:
 
 
 def probe_dali() -> list[Finding]:
-    """DALI, which decodes if there is a GPU."""
+    """DALI, which decodes images on a GPU."""
     advice = "pip install nvidia-dali-cuda120, or train with data.backend=cpu"
-    dali, problem = _imported("nvidia.dali", "DALI", advice)
+    dali, problem = _import_package("nvidia.dali", "DALI", advice)
     if dali is None:
         return [problem]
     return [Finding("DALI", "ok", dali.__version__)]
 
 
 def probe_accelerate() -> list[Finding]:
-    """accelerate, through which every engine runs."""
-    accelerate, problem = _imported("accelerate", "accelerate", "pip install 'sopdist[train]'", needed=True)
+    """accelerate, which every engine uses."""
+    accelerate, problem = _import_package("accelerate", "accelerate", "pip install 'sopdist[train]'", needed=True)
     return [problem if accelerate is None else Finding("accelerate", "ok", accelerate.__version__, needed=True)]
 
 
 def probe_deepspeed() -> list[Finding]:
-    """DeepSpeed, what accelerate wants beside it, and the operator that it compiles for itself."""
+    """DeepSpeed, transformers (which accelerate needs for it), and the operator that DeepSpeed compiles."""
     advice = "for engine.kind=deepspeed: install torch first, then pip install --no-build-isolation deepspeed"
-    deepspeed, problem = _imported("deepspeed", "DeepSpeed", advice)
+    deepspeed, problem = _import_package("deepspeed", "DeepSpeed", advice)
     if deepspeed is None:
         return [problem]
     found = [Finding("DeepSpeed", "ok", deepspeed.__version__)]
@@ -140,39 +140,41 @@ def probe_deepspeed() -> list[Finding]:
     import torch
 
     if not torch.cuda.is_available():
-        found.append(_operator())
+        found.append(_cpu_operator())
     return found
 
 
-def _operator() -> Finding:
-    """An all-reduce that DeepSpeed compiles, with ninja, when it first runs on a CPU. Our engine switches it off."""
+def _cpu_operator() -> Finding:
+    """An all-reduce that DeepSpeed compiles with ninja at its first run on a CPU. The engine of sopdist disables it."""
     what = "DeepSpeed's CPU operator"
     from torch.utils import cpp_extension
 
-    # Where torch puts it; asking torch would make the folder.
+    # The path that torch uses. Torch's own function for it would create the folder.
     root = os.environ.get("TORCH_EXTENSIONS_DIR")
-    place = Path(root) if root else Path(cpp_extension.get_default_build_root()) / f"py{_tag()}_cpu"
-    lacking = []
+    folder = Path(root) if root else Path(cpp_extension.get_default_build_root()) / f"py{_python_tag()}_cpu"
+    missing = []
     if shutil.which("ninja") is None:
-        beside = (Path(sys.executable).parent / "ninja").exists()
-        lacking.append("ninja is installed, but not on PATH" if beside else "no ninja")
-    if not (place / _OPERATOR / f"{_OPERATOR}.so").is_file():
+        installed = (Path(sys.executable).parent / "ninja").exists()
+        missing.append("ninja is installed, but not on PATH" if installed else "no ninja")
+    if not (folder / _OPERATOR / f"{_OPERATOR}.so").is_file():
         compilers = [os.environ.get("CXX"), "c++", "g++", "clang++"]
         if not any(shutil.which(compiler) for compiler in compilers if compiler):
-            lacking.append("no C++ compiler")
-        if not _can_write(place):
-            lacking.append(f"{place} cannot be written")
-        detail = "not compiled" if not lacking else f"not compiled, and cannot be: {', '.join(lacking)}"
+            missing.append("no C++ compiler")
+        if not _can_write(folder):
+            missing.append(f"{folder} cannot be written")
+        detail = "not compiled" if not missing else f"not compiled, and cannot be: {', '.join(missing)}"
         return Finding(what, "note", detail, _NOT_NEEDED)
-    if lacking:
-        return Finding(what, "note", f"compiled, but {lacking[0]}", _NOT_NEEDED)
-    return Finding(what, "ok", f"compiled: {place / _OPERATOR}")
+    if missing:
+        return Finding(what, "note", f"compiled, but {missing[0]}", _NOT_NEEDED)
+    return Finding(what, "ok", f"compiled: {folder / _OPERATOR}")
 
 
 def probe_timm() -> list[Finding]:
-    """timm and torchvision, for networks that are not ours."""
-    advice = "for networks of timm: pip install timm torchvision, of the same build as torch; ours need neither"
-    torchvision, vision = _imported("torchvision", "torchvision", advice)
+    """timm and torchvision, for networks that are not part of sopdist."""
+    advice = (
+        "for networks of timm: pip install timm torchvision, built for the same torch; other networks do not need them"
+    )
+    torchvision, vision = _import_package("torchvision", "torchvision", advice)
     if torchvision is not None:
         vision = Finding("torchvision", "ok", torchvision.__version__)
     elif vision.state == "broken":
@@ -181,17 +183,17 @@ def probe_timm() -> list[Finding]:
         try:
             import_torchvision()
         except Exception as error:
-            vision = Finding("torchvision", "broken", short(f"{type(error).__name__}: {error}"), advice)
+            vision = Finding("torchvision", "broken", shorten(f"{type(error).__name__}: {error}"), advice)
         else:
-            detail = f"{_version('torchvision')}: its compiled part does not fit this torch"
+            detail = f"{_version('torchvision')}: its compiled part does not match this torch"
             vision = Finding("torchvision", "note", detail, "nothing to do: no network of timm needs that part")
-    timm, problem = _imported("timm", "timm", advice)
+    timm, problem = _import_package("timm", "timm", advice)
     return [vision, problem if timm is None else Finding("timm", "ok", timm.__version__)]
 
 
 def probe_wandb() -> list[Finding]:
-    """Weights & Biases: is it there, and would it be online?"""
-    wandb, problem = _imported("wandb", "W&B", "optional: pip install wandb, or log.wandb=off")
+    """Weights & Biases: whether it is installed, and whether runs would be online."""
+    wandb, problem = _import_package("wandb", "W&B", "optional: pip install wandb, or log.wandb=off")
     if wandb is None:
         return [problem]
     mode = os.environ.get("WANDB_MODE", "")
@@ -199,12 +201,12 @@ def probe_wandb() -> list[Finding]:
         return [Finding("W&B", "note", f"{wandb.__version__}, WANDB_MODE={mode}", "unset it to log online")]
     if _logged_in():
         return [Finding("W&B", "ok", f"{wandb.__version__}, logged in")]
-    advice = "nothing to do: runs are kept offline, for `wandb sync`; or `wandb login`"
+    advice = "nothing to do: runs are logged offline, for `wandb sync`; or run `wandb login`"
     return [Finding("W&B", "note", f"{wandb.__version__}, not logged in", advice)]
 
 
 def _logged_in() -> bool:
-    """Whether there is a key, without a look at it: only the names of hosts are taken from the file."""
+    """Whether there is an API key. The key itself is not read: only host names are taken from the file."""
     if os.environ.get("WANDB_API_KEY"):
         return True
     host = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai").split("://")[-1].split("/")[0].split(":")[0]
@@ -218,47 +220,30 @@ def _logged_in() -> bool:
     return False
 
 
-def _imported(module: str, what: str, advice: str, *, needed: bool = False) -> tuple[ModuleType | None, Finding]:
-    """The module; or what is wrong with it."""
+def _import_package(module: str, what: str, advice: str, *, needed: bool = False) -> tuple[ModuleType | None, Finding]:
+    """The module and "ok", or None and the reason why it cannot be imported."""
     try:
         return importlib.import_module(module), Finding(what, "ok", "")
     except ModuleNotFoundError as error:
         if error.name is not None and (module == error.name or module.startswith(f"{error.name}.")):
             return None, Finding(what, "missing", "not installed", advice, needed)
-        return None, Finding(what, "broken", short(f"needs {error.name}, which is not installed"), advice, needed)
-    except Exception as error:  # a package may raise anything while it is imported
-        return None, Finding(what, "broken", short(f"{type(error).__name__}: {error}"), advice, needed)
+        return None, Finding(what, "broken", shorten(f"needs {error.name}, which is not installed"), advice, needed)
+    except Exception as error:  # an import may raise anything
+        return None, Finding(what, "broken", shorten(f"{type(error).__name__}: {error}"), advice, needed)
 
 
 def _version(package: str) -> str:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        return "of unknown version"
+        return "(unknown version)"
 
 
-def _tag() -> str:
+def _python_tag() -> str:
     return f"{sys.version_info.major}{sys.version_info.minor}{getattr(sys, 'abiflags', '')}"
 
 
 def _can_write(folder: Path) -> bool:
-    """Whether the folder could be made and written to; its nearest parent that is there decides."""
-    there = next(parent for parent in (folder, *folder.parents) if parent.exists())
-    return there.is_dir() and os.access(there, os.W_OK | os.X_OK)
-
-
-PROBES: dict[str, Callable[[], list[Finding]]] = {
-    "python": probe_python,
-    "torch": probe_torch,
-    "accelerate": probe_accelerate,
-    "deepspeed": probe_deepspeed,
-    "images and configs": probe_decoders,
-    "kernels": probe_kernels,
-    "triton": probe_triton,
-    "dali": probe_dali,
-    "timm": probe_timm,
-    "wandb": probe_wandb,
-}
-
-if __name__ == "__main__":
-    answer(sys.argv[1:], PROBES)
+    """Whether the folder could be created and written, judged by its nearest existing parent."""
+    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    return existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)

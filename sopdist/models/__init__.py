@@ -1,4 +1,4 @@
-"""Models: the paper's backbones for small images; everything else comes from timm."""
+"""Models: the paper's backbones for small images. All other models come from timm."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 
 def make_model(settings: ModelSettings, *, channels: int, size: int, classes: int) -> nn.Module:
-    """See factory.py, which is loaded here and not before: to read a config nobody needs a network."""
+    """See factory.py. It is imported on demand, because reading a config does not need a network."""
     from .factory import make_model
 
     return make_model(settings, channels=channels, size=size, classes=classes)
 
 
 def load_exported(folder: Path | str) -> nn.Module:
-    """The network of a folder that `sopdist checkpoint export` wrote; see exported.py."""
+    """Load the network from a folder written by `sopdist checkpoint export`; see exported.py."""
     from .exported import load_exported
 
     return load_exported(folder)

@@ -1,9 +1,10 @@
-"""A network as a folder, for use without the run that trained it: `model.safetensors` and `config.json`.
+"""Exported networks: a folder with `model.safetensors` and `config.json`, for use without the run that trained it.
 
     network = load_exported("exported/cifar10")      # logits = network((pixels / 255 - mean) / std)
-    read_exported("exported/cifar10").label_names    # what the logits belong to
+    read_exported("exported/cifar10").label_names    # class names, in the order of the logits
 
-Knows what a network takes and gives, nothing of checkpoints and data sets. Nothing in the folder is executed.
+This module knows the inputs and outputs of a network, but no checkpoints or data sets. No code in the folder is
+executed.
 """
 
 from __future__ import annotations
@@ -15,56 +16,60 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..config import ConfigError, build
-from ..data.errors import DataError
-from .factory import FROM_TIMM, OURS, make_model
+from ..config import build
+from ..errors import ConfigError, DataError
+from .factory import BUILTIN_MODELS, TIMM_PREFIX, make_model
 from .settings import ModelSettings
 
 FORMAT = 1
 CONFIG = "config.json"
-WEIGHTS = "model.safetensors"  # timm looks for this name, too
-SECTION = "sopdist"  # of config.json; the rest of it is for timm
-_MOST_BYTES = 64 << 20  # of a config; a million long names of classes fit
+WEIGHTS = "model.safetensors"  # timm also looks for this name
+SECTION = "sopdist"  # of config.json; the other keys are for timm
+_MAX_BYTES = 64 << 20  # of a config; enough for a million long class names
 
 
 @dataclass(frozen=True)
 class Exported:
-    """What must be known of a network beside its weights."""
+    """The description of an exported network, in addition to its weights."""
 
-    name: str  # as model.name; a network of timm is timm:ARCHITECTURE
-    channels: int  # of an image
-    size: int  # side of the square image that it takes
+    name: str  # as model.name; a timm model is timm:ARCHITECTURE
+    channels: int  # of the input image
+    size: int  # side of the square input image
     classes: int
-    mean: list[float]  # of each channel, for pixels from 0 to 1
+    mean: list[float]  # per channel, for pixels from 0 to 1
     std: list[float]
-    resize: int = 0  # the short side of an image from whose centre `size` is cut out; 0: all of it is squeezed to size
+    resize: int = 0  # short side of the image before the centre crop of `size`; 0: the full image is resized to size
     drop_rate: float = 0.0
-    label_names: list[str] | None = None  # of the classes, in the order of the logits
-    step: int = 0  # after which it was saved
+    label_names: list[str] | None = None  # class names, in the order of the logits
+    step: int = 0  # at which it was saved
     epoch: float = 0.0
     version: str = ""  # of the sopdist that wrote it
     format: int = FORMAT
 
     def __post_init__(self) -> None:
         if self.format != FORMAT:
-            raise ConfigError(f"format = {self.format}: this sopdist reads {FORMAT}; take sopdist {self.version}")
-        if self.name not in OURS and (not self.name.startswith(FROM_TIMM) or ":" in self.name[len(FROM_TIMM) :]):
-            raise ConfigError(f"name = {self.name!r}: must be one of {', '.join(OURS)}, or {FROM_TIMM}ARCHITECTURE")
+            raise ConfigError(f"format = {self.format}: this sopdist reads {FORMAT}; use sopdist {self.version}")
+        if self.name not in BUILTIN_MODELS and (
+            not self.name.startswith(TIMM_PREFIX) or ":" in self.name[len(TIMM_PREFIX) :]
+        ):
+            raise ConfigError(
+                f"name = {self.name!r}: must be one of {', '.join(BUILTIN_MODELS)}, or {TIMM_PREFIX}ARCHITECTURE"
+            )
         if min(self.channels, self.size, self.classes) < 1:
             raise ConfigError(f"channels = {self.channels}, size = {self.size}, classes = {self.classes}: too small")
         if not len(self.mean) == len(self.std) == self.channels:
-            raise ConfigError(f"mean, std: must have {self.channels} entries, one for each channel")
+            raise ConfigError(f"mean, std: must have {self.channels} entries, one per channel")
         if self.label_names is not None and len(self.label_names) != self.classes:
-            raise ConfigError(f"label_names: must be {self.classes}, found {len(self.label_names)}")
+            raise ConfigError(f"label_names: must have {self.classes} entries, found {len(self.label_names)}")
 
     @property
-    def of_timm(self) -> bool:
-        """Whether timm makes the network."""
-        return self.name.startswith(FROM_TIMM)
+    def is_timm(self) -> bool:
+        """Whether the network is a timm model."""
+        return self.name.startswith(TIMM_PREFIX)
 
 
 def load_exported(folder: Path | str) -> nn.Module:
-    """The network of a folder that `sopdist checkpoint export` wrote, on the CPU and ready to predict."""
+    """Load the network from a folder written by `sopdist checkpoint export`, on the CPU and in evaluation mode."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -75,17 +80,17 @@ def load_exported(folder: Path | str) -> nn.Module:
     except (OSError, SafetensorError) as error:
         raise DataError(f"{path}: cannot be read: {error}") from None
     try:
-        return filled(exported, state)
+        return build_network(exported, state)
     except ConfigError as error:
         raise DataError(f"{path}: {error}") from None
 
 
 def read_exported(folder: Path | str) -> Exported:
-    """What `config.json` of such a folder says."""
+    """Read the `config.json` of such a folder."""
     path = Path(folder) / CONFIG
     try:
-        if path.stat().st_size > _MOST_BYTES:
-            raise DataError(f"{path}: is larger than any config of a network")
+        if path.stat().st_size > _MAX_BYTES:
+            raise DataError(f"{path}: too large for the config of a network")
         tree: Any = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{path}: cannot be read: {error}") from None
@@ -98,8 +103,8 @@ def read_exported(folder: Path | str) -> Exported:
         raise DataError(f"{path}: {error}") from None
 
 
-def filled(exported: Exported, state: dict[str, Tensor]) -> nn.Module:
-    """The network with these weights, in evaluation mode; ConfigError if they are of another one."""
+def build_network(exported: Exported, state: dict[str, Tensor]) -> nn.Module:
+    """Build the network with these weights, in evaluation mode. ConfigError if they belong to another network."""
     settings = ModelSettings(exported.name, drop_rate=exported.drop_rate)
     network = make_model(settings, channels=exported.channels, size=exported.size, classes=exported.classes)
     try:

@@ -1,6 +1,6 @@
-"""From the `model` section of a config to a network. A network's code is imported when it is asked for.
+"""Builds a network from the `model` section of a config. The code of a network is imported on demand.
 
-Initial weights come from torch's global generator: who wants the same ones again seeds it before.
+Initial weights are drawn from torch's global generator: seed it first to make them reproducible.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from pathlib import Path
 
 from torch import nn
 
-from ..config import ConfigError
+from ..errors import ConfigError
 from .settings import ModelSettings
 
-OURS = ("mlp", "small_conv", "resnet34", "preact_resnet18")  # each is `make` in the file of its name
-LARGEST = {"resnet34": 64, "preact_resnet18": 64}  # pixels; with photographs they would be right, and far too slow
-FROM_TIMM = "timm:"  # before a name that we have, too
+BUILTIN_MODELS = ("mlp", "small_conv", "resnet34", "preact_resnet18")  # each is `make` in the module of the same name
+MAX_IMAGE_SIZE = {"resnet34": 64, "preact_resnet18": 64}  # pixels; larger images would work, but far too slowly
+TIMM_PREFIX = "timm:"  # selects timm's model if there is a built-in model of the same name
 
 
 def make_model(settings: ModelSettings, *, channels: int, size: int, classes: int) -> nn.Module:
-    """A network from images (B, channels, size, size) to logits (B, classes), in float32 on the CPU."""
-    if settings.name in OURS:
-        _refuse_options_of_timm(settings)
-        _refuse_large_images(settings.name, size)
+    """Build a network from images (B, channels, size, size) to logits (B, classes), in float32 on the CPU."""
+    if settings.name in BUILTIN_MODELS:
+        _check_options(settings)
+        _check_image_size(settings.name, size)
         make: Callable[[int, int, int], nn.Module] = importlib.import_module(f".{settings.name}", __package__).make
         network, classifiers = make(channels, size, classes), ["classifier"]
     else:
@@ -38,20 +38,20 @@ def make_model(settings: ModelSettings, *, channels: int, size: int, classes: in
     return network
 
 
-def _refuse_large_images(name: str, size: int) -> None:
-    most = LARGEST.get(name, size)
-    if size > most:
+def _check_image_size(name: str, size: int) -> None:
+    maximum = MAX_IMAGE_SIZE.get(name, size)
+    if size > maximum:
         raise ConfigError(
-            f"model.name = {name!r}: made for images of 32 pixels, up to {most}, but data.recipe makes them {size}; "
-            f"take a network of timm, e.g. {FROM_TIMM}resnet34"
+            f"model.name = {name!r}: designed for images of 32 pixels, at most {maximum}, but data.recipe makes them "
+            f"{size}; use a timm model, e.g. {TIMM_PREFIX}resnet34"
         )
 
 
-def _refuse_options_of_timm(settings: ModelSettings) -> None:
+def _check_options(settings: ModelSettings) -> None:
     if settings.pretrained:
         raise ConfigError(
-            f"model.pretrained: there are no published weights of {settings.name}, which is ours; leave it out, or "
-            "name a local file in model.weights"
+            f"model.pretrained: there are no pretrained weights of {settings.name}, a built-in model; leave it out, or "
+            "set model.weights to a local file"
         )
     if settings.drop_rate:
         raise ConfigError(f"model.drop_rate = {settings.drop_rate}: {settings.name} has no dropout; leave it out")

@@ -10,7 +10,7 @@ WIDTH = 256
 
 
 def make(channels: int, size: int, classes: int) -> nn.Module:
-    """All pixels - 256 - 256 - classes, with BatchNorm and ReLU after the hidden layers."""
+    """Pixels - 256 - 256 - classes, with BatchNorm and ReLU after the hidden layers."""
     return nn.Sequential(
         OrderedDict(
             flatten=nn.Flatten(),

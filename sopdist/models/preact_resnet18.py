@@ -1,8 +1,8 @@
-"""PreActResNet-18 for images of 32 x 32: normalisation and activation stand before each convolution.
+"""PreActResNet-18 for images of 32 x 32: normalisation and activation come before each convolution.
 
-The paper's network for SOP+, in the form that the literature on label noise uses since DivideMix. It is not that of He
-et al.: the stem is normalised and activated, what is led around a block is the activated input, and nothing is
-normalised before the mean.
+The paper's network for SOP+, in the form that the literature on label noise has used since DivideMix. It differs from
+He et al.: the stem is normalised and activated, the shortcut takes the activated input of a block, and there is no
+normalisation before the global average pooling.
 """
 
 from __future__ import annotations
@@ -10,29 +10,26 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .residual import residual_network
+from .residual import block_conv, residual_network
 
 WIDTHS = (64, 64, 128, 128, 256, 256, 512, 512)  # of the blocks
 
 
-def make(channels: int, size: int, classes: int) -> nn.Module:  # noqa: ARG001 - any size will do
-    """Eight blocks in four stages, of which the last three begin with stride 2."""
+def make(channels: int, size: int, classes: int) -> nn.Module:  # noqa: ARG001 - works for any size
+    """Eight blocks in four stages, the last three of which start with stride 2."""
     return residual_network(channels, WIDTHS, classes, Block)
 
 
 class Block(nn.Module):
-    """Two 3 x 3 convolutions, each after BatchNorm and ReLU. Where the width grows, the size is halved."""
+    """Two 3 x 3 convolutions, each after BatchNorm and ReLU. Where the width grows, the resolution is halved."""
 
     def __init__(self, before: int, after: int) -> None:
         super().__init__()
-        stride = 1 if before == after else 2
         self.norm1 = nn.BatchNorm2d(before)
-        self.conv1 = nn.Conv2d(before, after, 3, stride=stride, padding=1, bias=False)
+        self.conv1 = block_conv(before, after, 3)
         self.norm2 = nn.BatchNorm2d(after)
-        self.conv2 = nn.Conv2d(after, after, 3, padding=1, bias=False)
-        self.shortcut: nn.Module = nn.Identity()
-        if before != after:
-            self.shortcut = nn.Conv2d(before, after, 1, stride=stride, bias=False)
+        self.conv2 = block_conv(after, after, 3)
+        self.shortcut = nn.Identity() if before == after else block_conv(before, after, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, before, H, W) -> (B, after, H, W), or half of H and W."""

@@ -1,4 +1,4 @@
-"""What residual networks for images of 32 x 32 share: stem, blocks, mean over the places, classifier."""
+"""Shared parts of the residual networks for images of 32 x 32: stem, blocks, global average pooling, classifier."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 def residual_network(
     channels: int, widths: Sequence[int], classes: int, block: Callable[[int, int], nn.Module]
 ) -> nn.Module:
-    """A block for each width, made with the width before it and its own. The stem has the first one's."""
+    """Build a network with one block per width. `block` gets the previous width and its own; the stem has the first."""
     blocks = [block(before, after) for before, after in pairwise((widths[0], *widths))]
     return nn.Sequential(
         OrderedDict(
@@ -25,3 +25,9 @@ def residual_network(
             classifier=nn.Linear(widths[-1], classes),
         )
     )
+
+
+def block_conv(before: int, after: int, kernel_size: int) -> nn.Conv2d:
+    """A convolution of a block, without bias. It halves the resolution where the width grows, else keeps it."""
+    stride = 1 if before == after else 2
+    return nn.Conv2d(before, after, kernel_size, stride=stride, padding=kernel_size // 2, bias=False)

@@ -1,6 +1,6 @@
-"""A small convolutional network without batch statistics: a sample's logits do not depend on who shares its batch.
+"""A small convolutional network without batch statistics: a sample's logits do not depend on the rest of its batch.
 
-So the mathematics of a step is the same on any number of ranks, which BatchNorm's is not.
+A training step is therefore mathematically the same on any number of ranks, unlike with BatchNorm.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ WIDTHS = (32, 64, 64)
 GROUPS = 8
 
 
-def make(channels: int, size: int, classes: int) -> nn.Module:  # noqa: ARG001 - any size will do
-    """Three convolutions with GroupNorm, the last two with stride 2; mean over the places; classifier."""
+def make(channels: int, size: int, classes: int) -> nn.Module:  # noqa: ARG001 - works for any size
+    """Three convolutions with GroupNorm, the last two with stride 2; global average pooling; classifier."""
     widths = (channels, *WIDTHS)
     layers = [
         nn.Sequential(
-            nn.Conv2d(before, after, 3, stride=1 if place == 0 else 2, padding=1, bias=False),
+            nn.Conv2d(before, after, 3, stride=1 if i == 0 else 2, padding=1, bias=False),
             nn.GroupNorm(GROUPS, after),
             nn.ReLU(),
         )
-        for place, (before, after) in enumerate(zip(widths, WIDTHS, strict=False))
+        for i, (before, after) in enumerate(zip(widths, WIDTHS, strict=False))
     ]
     return nn.Sequential(
         OrderedDict(

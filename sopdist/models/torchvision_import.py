@@ -1,9 +1,9 @@
-"""Importing torchvision where its compiled part cannot be loaded.
+"""Imports torchvision even if its compiled extension cannot be loaded.
 
-timm imports torchvision. The wheel that is published for Linux is compiled against a torch with CUDA; beside a CPU
-build of torch its library does not load, and then `import torchvision` fails, because it describes two operators, nms
-and qnms, that nobody has declared. No network needs them. So where the import fails for that reason, and only there,
-they are declared and the import is tried again: whoever calls them is told that there is no kernel.
+timm imports torchvision. The Linux wheel is compiled against a torch with CUDA. With a CPU build of torch its extension
+does not load, and `import torchvision` fails because it registers fake kernels for two operators, nms and qnms, that
+are then undefined. No network needs them. If the import fails for this reason, and only then, this module defines the
+operators and imports torchvision again. Calling them raises an error about the missing kernel.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ import torch
 _logger = logging.getLogger("sopdist.models")
 _MISSING = "torchvision::nms does not exist"
 _SCHEMA = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
-_declared: list[torch.library.Library] = []  # what is declared is forgotten with its library, so it is kept
+_defined: list[torch.library.Library] = []  # definitions are removed with their library, so keep a reference
 
 
 def import_torchvision() -> None:
-    """Import torchvision, if there is any; raises what its import raises."""
+    """Import torchvision. Raises the errors of its import, also if it is not installed."""
     try:
         importlib.import_module("torchvision")
     except RuntimeError as error:
-        if _MISSING not in str(error) or _declared:
+        if _MISSING not in str(error) or _defined:
             raise
     else:
         return
     for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
-        del sys.modules[name]  # what the first try has left half done
+        del sys.modules[name]  # partially imported by the first attempt
     library = torch.library.Library("torchvision", "DEF")
     library.define(f"nms{_SCHEMA}")
     library.define(f"qnms{_SCHEMA}")
-    _declared.append(library)
+    _defined.append(library)
     importlib.import_module("torchvision")
-    _logger.debug("torchvision's compiled part does not fit this torch; networks do not need it")
+    _logger.debug("torchvision's compiled extension does not match this torch; networks do not need it")

@@ -1,6 +1,6 @@
-"""Initial weights from a local file. Everything must fit but the classifier, whose classes may be others.
+"""Initial weights from a local file. Everything must match except the classifier, which may have other classes.
 
-Knows state dicts and files, and no particular network.
+This module knows state dicts and files, but no particular network.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..config import ConfigError
+from ..errors import ConfigError
 
 _logger = logging.getLogger("sopdist.models")
 _PICKLED = (".pth", ".pt")
-_INSIDE = ("state_dict", "model")  # keys under which training scripts put the weights
-_WRAPPER = "module."  # what DataParallel puts before each name
-_COUNTER = ".num_batches_tracked"  # older files have none, and nothing depends on it
-_MOST_NAMED = 4
+_INSIDE = ("state_dict", "model")  # keys under which training scripts save the weights
+_WRAPPER = "module."  # prefix that DataParallel adds to each name
+_COUNTER = ".num_batches_tracked"  # missing in older files, and not needed
+_MAX_NAMED = 4
 
 
 def load_weights(network: nn.Module, path: Path, classifiers: Sequence[str]) -> None:
-    """Fill the network. A module named in `classifiers` is left as it is, and that is logged, if it does not fit."""
+    """Load the weights into the network. If a module in `classifiers` does not match, log it and leave it unchanged."""
     where = f"model.weights = {str(path)!r}"
     found, wanted = read_weights(path), network.state_dict()
     for classifier in classifiers:
-        _leave_out_if_it_does_not_fit(found, wanted, classifier, where)
+        _keep_initial_if_mismatched(found, wanted, classifier, where)
     problems = [
         *_named("missing in the file", (n for n in wanted if n not in found and not n.endswith(_COUNTER))),
         *_named("unknown to the network", (name for name in found if name not in wanted)),
         *_named(
-            "of another shape",
+            "with another shape",
             (
                 f"{name} {tuple(found[name].shape)} in the file, {tuple(wanted[name].shape)} in the network"
                 for name in wanted
@@ -44,11 +44,11 @@ def load_weights(network: nn.Module, path: Path, classifiers: Sequence[str]) -> 
     ]
     if problems:
         raise ConfigError(f"{where}: not the weights of this network, see model.name: {'; '.join(problems)}")
-    network.load_state_dict(found, strict=False)  # what may be missing was decided above
+    network.load_state_dict(found, strict=False)  # missing keys were checked above
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """The tensors of a file by name. Nothing in the file is executed."""
+    """Read the tensors of a file, by name. No code in the file is executed."""
     where = f"model.weights = {str(path)!r}"
     if not path.is_file():
         raise ConfigError(f"{where}: no such file")
@@ -63,12 +63,12 @@ def read_weights(path: Path) -> dict[str, Tensor]:
         raise ConfigError(f"{where}: needs safetensors to be read: pip install safetensors") from None
     except pickle.UnpicklingError:
         raise ConfigError(
-            f"{where}: damaged, or holds more than tensors and plain values, which is not loaded because it could run "
-            "code; save network.state_dict() alone"
+            f"{where}: damaged, or contains more than tensors and plain values, which is not loaded because it could "
+            "run code; save only network.state_dict()"
         ) from None
     except (OSError, EOFError, ValueError, RuntimeError) as error:
         raise ConfigError(f"{where}: cannot be read, is it complete? ({' '.join(str(error).split())[:200]})") from None
-    except Exception as error:  # SafetensorError is an Exception and nothing more particular
+    except Exception as error:  # SafetensorError derives directly from Exception
         if type(error).__module__.partition(".")[0] not in ("safetensors", "safetensors_rust"):
             raise
         raise ConfigError(f"{where}: cannot be read, is it complete? ({error})") from None
@@ -81,32 +81,30 @@ def _plain(content: Any, where: str) -> dict[str, Tensor]:
             content = content[key]
             break
     if not isinstance(content, dict) or not content:
-        raise ConfigError(f"{where}: holds no weights by name; save network.state_dict()")
+        raise ConfigError(f"{where}: contains no named weights; save network.state_dict()")
     for name, value in content.items():
         if not isinstance(name, str) or not isinstance(value, Tensor):
-            raise ConfigError(f"{where}: {name!r} is not a tensor; save network.state_dict() alone")
+            raise ConfigError(f"{where}: {name!r} is not a tensor; save only network.state_dict()")
     if all(name.startswith(_WRAPPER) for name in content):
         content = {name.removeprefix(_WRAPPER): value for name, value in content.items()}
     return dict(content)
 
 
-def _leave_out_if_it_does_not_fit(
+def _keep_initial_if_mismatched(
     found: dict[str, Tensor], wanted: dict[str, Tensor], classifier: str, where: str
 ) -> None:
     names = [name for name in wanted if name.startswith(f"{classifier}.")]
     if all(name in found and found[name].shape == wanted[name].shape for name in names):
         return
-    there = [tuple(found[name].shape) for name in names if name in found]
-    what = (
-        f"{classifier}, the last layer, is of shape {there[0]}" if there else f"it has no {classifier}, the last layer"
-    )
-    _logger.info("%s: %s: left out, ours starts from random weights", where, what)
+    shapes = [tuple(found[name].shape) for name in names if name in found]
+    what = f"the last layer, {classifier}, has shape {shapes[0]}" if shapes else f"has no {classifier}, the last layer"
+    _logger.info("%s: %s: not loaded, the last layer starts from random weights", where, what)
     for name in names:
         found[name] = wanted[name]
 
 
 def _named(what: str, names: Iterable[str]) -> list[str]:
-    """At most one text: how many there are, and the first few."""
-    every = list(names)
-    more = ", ..." if len(every) > _MOST_NAMED else ""
-    return [f"{len(every)} {what}: {', '.join(every[:_MOST_NAMED])}{more}"] if every else []
+    """A list of at most one string: the number of names, and the first few."""
+    listed = list(names)
+    more = ", ..." if len(listed) > _MAX_NAMED else ""
+    return [f"{len(listed)} {what}: {', '.join(listed[:_MAX_NAMED])}{more}"] if listed else []

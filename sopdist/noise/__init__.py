@@ -1,4 +1,4 @@
-"""The noise table and the loss that learns it; usable in any PyTorch loop, without the rest of sopdist."""
+"""The SOP loss and its noise table. Usable in any PyTorch training loop, without the rest of sopdist."""
 
 from .rates import Flow, Forecast, InactiveTableWarning, Official, Paper
 from .rows import NoiseTable

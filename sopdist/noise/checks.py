@@ -1,4 +1,4 @@
-"""Bad input to the loss, told in words a person can act on, before anything has changed."""
+"""Input checks of the loss. Errors are raised before any state changes, and say what to fix."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def check_batch(
     *,
     wants_view: bool,
 ) -> None:
-    """Raise on shapes, types and devices that do not fit; never looks at values, so never waits for a device."""
+    """Raise on wrong shapes, dtypes or devices. Never reads values, so it never synchronizes with a device."""
     given = {"logits": logits, "labels": labels, "index": index, "logits2": logits2, "weight": weight}
     for name, tensor in given.items():
         if not isinstance(tensor, Tensor) and (tensor is not None or name in ("logits", "labels", "index")):
@@ -30,22 +30,20 @@ def check_batch(
         raise ValueError(f"logits must be floats of shape (batch, classes), got {_describe(logits)}")
     batch, classes = logits.shape
     if classes != table.num_classes:
-        raise ValueError(f"logits have {classes} classes, but this SOP was made with num_classes={table.num_classes}")
+        raise ValueError(f"logits have {classes} classes, but this SOP has num_classes={table.num_classes}")
     for name, tensor in (("labels", labels), ("index", index)):
         if tensor.dtype not in _INTEGERS:
             raise TypeError(f"{name} must be integers, got {_describe(tensor)}")
         if tensor.shape != (batch,):
-            raise ValueError(f"{name} must have the shape ({batch},) of the batch, got {_describe(tensor)}")
+            raise ValueError(f"{name} must have shape ({batch},), got {_describe(tensor)}")
     if weight is not None and (weight.shape != (batch,) or weight.dtype not in (*_FLOATS, torch.bool)):
-        raise ValueError(f"weight must be floats or a mask of the shape ({batch},), got {_describe(weight)}")
+        raise ValueError(f"weight must be floats or a bool mask of shape ({batch},), got {_describe(weight)}")
     if logits2 is not None and (logits2.shape != logits.shape or logits2.dtype not in _FLOATS):
-        raise ValueError(
-            f"logits2 must be floats of the shape {tuple(logits.shape)} of logits, got {_describe(logits2)}"
-        )
+        raise ValueError(f"logits2 must be floats of shape {tuple(logits.shape)}, as logits, got {_describe(logits2)}")
     if wants_view and logits2 is None:
-        raise ValueError("consistency > 0 compares two views: pass the logits of the second one as logits2")
+        raise ValueError("consistency > 0 compares two views: pass the logits of the second view as logits2")
     if logits2 is not None and not wants_view:
-        raise ValueError("logits2 has no effect with consistency=0: make this SOP with consistency > 0")
+        raise ValueError("logits2 has no effect with consistency=0: create this SOP with consistency > 0")
     device = table.u.device
     if logits.device != device:
         raise ValueError(
@@ -57,7 +55,7 @@ def check_batch(
 
 
 def check_values(labels: Tensor, index: Tensor, table: NoiseTable) -> None:
-    """Raise if a label or an index is out of range; on a GPU this waits for the device."""
+    """Raise if a label or an index is out of range. On a GPU this synchronizes with the device."""
     if not len(index):
         return
     for name, tensor, size, of in (
@@ -67,23 +65,25 @@ def check_values(labels: Tensor, index: Tensor, table: NoiseTable) -> None:
         low, high = torch.aminmax(tensor)
         if int(low) < 0 or int(high) >= size:
             at = int(((tensor < 0) | (tensor >= size)).nonzero()[0, 0])
-            hint = "; weight=0 leaves a sample out" if name == "labels" else ""
+            hint = "; to ignore a sample, set its weight to 0" if name == "labels" else ""
             raise IndexError(f"{name}[{at}] = {int(tensor[at])} is outside [0, {of} = {size}){hint}")
 
 
 def check_labels(labels: Tensor, table: NoiseTable) -> None:
-    """Raise unless these are the labels of all samples."""
+    """Raise unless `labels` holds a valid label for every sample."""
     if not isinstance(labels, Tensor) or labels.dtype not in _INTEGERS or labels.shape != (table.num_samples,):
         got = _describe(labels) if isinstance(labels, Tensor) else type(labels).__name__
         raise ValueError(
             f"labels must be a tensor with the labels of all {table.num_samples} samples, in index order, got {got}"
         )
     if int(labels.min()) < 0 or int(labels.max()) >= table.num_classes:
-        raise IndexError(f"labels hold {int(labels.min())} to {int(labels.max())}, outside [0, {table.num_classes})")
+        raise IndexError(
+            f"labels range from {int(labels.min())} to {int(labels.max())}, outside [0, {table.num_classes})"
+        )
 
 
 def check_weight(weight: Tensor) -> Tensor:
-    """Raise if a weight is negative or not finite; return which samples count."""
+    """Raise if a weight is negative or not finite. Return a mask of the samples with a positive weight."""
     weight = weight.to(torch.float32)
     good = torch.isfinite(weight) & (weight >= 0)
     if not bool(good.all()):
@@ -95,7 +95,7 @@ def check_weight(weight: Tensor) -> Tensor:
 def check_prior(
     prior: Tensor | None, balance: float, num_classes: int, device: torch.device | str | None
 ) -> Tensor | None:
-    """The prior of the balance term as a distribution over the classes, or None if the term is off."""
+    """Return the prior of the balance term as a distribution over classes, or None if the term is off."""
     if not balance:
         if prior is not None:
             raise ValueError("prior has no effect with balance=0: pass balance > 0 too")

@@ -1,20 +1,20 @@
 """Initial values of the noise table, as a pure function of (seed, sample, class).
 
-A value must not depend on who computes it: rank, layout, device or order. So nothing here has state. The integers are
-those of Philox-4x32-10, the generator behind `tl.randn`; the counter is (class // 4, sample, stream) and one call
-serves four neighbouring classes, as `tl.randn4x` does:
+A value must not depend on rank, layout, device or order of computation, so nothing here has state. The integers come
+from Philox-4x32-10, the generator behind `tl.randn`. The counter is (class // 4, sample, stream), and one call yields
+four neighbouring classes, as `tl.randn4x` does:
 
     words(seed, i, k)   = philox(key = seed, counter = (k // 4, i mod 2^32, i div 2^32, stream))    four 32-bit words
     normal(seed, i, k)  = word pair (0, 1) or (2, 3) -> Box-Muller -> cosine or sine, chosen by k mod 4
 
-The way from integers to normals differs from `tl.randn` on purpose:
+The conversion from integers to normals differs from `tl.randn` on purpose:
 
-* `tl.randn` calls log and cos, whose last bits differ between a CPU and a GPU. Here they are polynomials made only of
-  additions, multiplications, one division and one square root, all of which IEEE 754 rounds in one way everywhere.
-* no draw is ever zero. The updates of u and v multiply, so a zero would be a row that can never learn.
+* `tl.randn` calls log and cos, whose last bits differ between CPU and GPU. Here they are polynomials that use only
+  additions, multiplications, one division and one square root. IEEE 754 defines the rounding of all of these.
+* No value is ever zero. The updates of u and v are multiplicative, so a row that starts at zero could never learn.
 
-This file is the reference, in plain PyTorch; `kernels/triton_counter.py` is the same arithmetic for CUDA. It knows
-nothing of tables or losses.
+This file is the reference, in plain PyTorch; `kernels/triton_counter.py` does the same arithmetic on CUDA. It does not
+know about tables or losses.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ INITIAL_STD = 1e-8
 V_STREAM = 0
 U_STREAM = 1
 
-# The largest |initial value|: Box-Muller's radius at the smallest uniform, 2^-24, is sqrt(48 ln 2) = 5.77.
+# Upper bound of |initial value|: Box-Muller's radius at the smallest uniform, 2^-24, is sqrt(48 ln 2) = 5.77.
 INITIAL_MAX = INITIAL_STD * math.sqrt(48 * math.log(2)) * (1 + 1e-6)
 
-_CHUNK = 1 << 15  # quadruples at a time: the int64 temporaries stay in the cache, which makes a table start 5x faster
+_CHUNK = 1 << 15  # quads per chunk: the int64 temporaries stay in the cache, which makes initialization 5x faster
 
 
 def _box_muller(radius_word: Tensor, angle_word: Tensor) -> tuple[Tensor, Tensor]:
-    """Two independent standard normals (cosine, sine) from two words, in correctly rounded float32 steps."""
-    # 1. Odd integers in (0, 2^24): the uniforms are these over 2^24, never 0 and never 1. Exact in float32.
+    """Return two independent standard normals (cosine, sine) from two words, in correctly rounded float32 steps."""
+    # 1. Odd integers in (0, 2^24): the uniforms are these over 2^24, never 0 or 1. Exact in float32.
     radius_odd = (radius_word >> 9) * 2 + 1
     angle_odd = (angle_word >> 9) * 2 + 1
 
-    # 2. ln(odd / 2^24) = ln m + (e - 24) ln 2 with m in [sqrt(1/2), sqrt(2)), ln m = 2 atanh f by its series.
+    # 2. ln(odd / 2^24) = ln m + (e - 24) ln 2 with m in [sqrt(1/2), sqrt(2)), and ln m = 2 atanh f as a series.
     bits = radius_odd.to(torch.float32).view(torch.int32)
     exponent = (bits >> 23) - (127 + 24)
     mantissa = ((bits & 0x7FFFFF) | 0x3F800000).view(torch.float32)
@@ -56,7 +56,7 @@ def _box_muller(radius_word: Tensor, angle_word: Tensor) -> tuple[Tensor, Tensor
     log = exponent * 0.6931472 + (f * 2.0) * series
     radius = sqrt_rounded(log * -2.0)
 
-    # 3. cos and sin of odd / 2^24 turns: the nearest quarter turn, and the rest in (-pi/4, pi/4) by Taylor.
+    # 3. cos and sin of odd / 2^24 turns: the nearest quarter turn, and a Taylor series for the rest in (-pi/4, pi/4).
     quarter = (angle_odd + (1 << 21)) >> 22
     y = (angle_odd - (quarter << 22)).to(torch.float32) * 3.7450704e-07  # 2 pi / 2^24
     y2 = y * y
@@ -72,7 +72,7 @@ def _box_muller(radius_word: Tensor, angle_word: Tensor) -> tuple[Tensor, Tensor
 
 
 def _four_initials(seed: int, sample: Tensor, quad: Tensor, stream: int) -> Tensor:
-    """The initial values of classes 4*quad .. 4*quad + 3: a last axis of 4 on the shape of `sample`."""
+    """Initial values of classes 4*quad .. 4*quad + 3: the shape of `sample` with a last axis of 4 added."""
     constant = torch.full_like(sample, stream)
     w0, w1, w2, w3 = philox(seed, quad, sample & WORD_MASK, (sample >> 32) & WORD_MASK, constant)
     normals = torch.stack((*_box_muller(w0, w1), *_box_muller(w2, w3)), dim=-1)
@@ -80,13 +80,13 @@ def _four_initials(seed: int, sample: Tensor, quad: Tensor, stream: int) -> Tens
 
 
 def initial_u(seed: int, sample: Tensor) -> Tensor:
-    """Initial u of each sample number (N,), float32."""
+    """Initial u of each sample index (N,), float32."""
     parts = [part.to(torch.int64) for part in sample.split(_CHUNK)]
     return torch.cat([_four_initials(seed, part, torch.zeros_like(part), U_STREAM)[..., 0] for part in parts])
 
 
 def initial_v(seed: int, sample: Tensor, class_: Tensor) -> Tensor:
-    """Initial v of (sample, class) pairs, float32; the two int tensors have one shape."""
+    """Initial v of (sample, class) pairs, float32. Both int tensors have the same shape."""
     sample, class_ = sample.to(torch.int64), class_.to(torch.int64)
     four = _four_initials(seed, sample, class_ >> 2, V_STREAM)  # (..., 4)
     return four.gather(-1, (class_ & 3).unsqueeze(-1)).squeeze(-1)

@@ -1,4 +1,4 @@
-"""The fused loss as a function that autograd can differentiate."""
+"""Autograd function of the fused loss."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .rows import RowBlock
 
 
 class FusedLoss(torch.autograd.Function):
-    """The kernel computes the gradient of the logits with the loss; backward only scales it."""
+    """Computes the loss and the gradient of the logits in one kernel. Backward only scales the gradient."""
 
     @staticmethod
     def forward(
@@ -26,7 +26,7 @@ class FusedLoss(torch.autograd.Function):
         reclip: bool,
         kernels: Any,
     ) -> tuple[Tensor, ...]:
-        """The loss of each sample (B,), and the columns of its facts."""
+        """Return the loss of each sample (B,), and the columns of its facts."""
         result: LossResult = kernels.fused_loss(logits, labels, index, block, keep, eps=eps, reclip=reclip)
         ctx.save_for_backward(result.gradient, result.scale)
         ctx.dtype = logits.dtype
@@ -36,7 +36,7 @@ class FusedLoss(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradient of the logits."""
+        """Return the gradient of the logits."""
         gradient, scale = ctx.saved_tensors
         # Scale in float32 before rounding to the logits' type: under loss scaling, float16 would underflow otherwise.
         return (gradient * (grad * scale)[:, None]).to(ctx.dtype), *(None,) * 7

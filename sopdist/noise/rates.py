@@ -1,6 +1,6 @@
-"""How fast a row learns: the three update rules of u and v, as settings a person writes and as numbers a kernel reads.
+"""Update rules of u and v, which set how fast a row learns: as user settings, and as coefficients for the kernels.
 
-For one entry, h says whether the network contradicts the label there: for v_k, h = 1 where k is the predicted class;
+For each entry, h says whether the network contradicts the label there: for v_k, h = 1 where k is the predicted class;
 for u, h = 1 where the predicted class is not the label. q is the square of the entry.
 
     flow      dq/dt = 8 q (h - q), solved exactly over one visit of length T / 8 with T = ln(1e16) / visits:
@@ -8,10 +8,10 @@ for u, h = 1 where the predicted class is not the label. q is the square of the 
                   h = 0:  q <- q / (1 + T q)                   1/q grows by T
     paper     v <- clip(v + 4 alpha_v tau v (h - v^2), -1, 1)
               u <- clip(u + 2 alpha_u tau u pull,      -1, 1)  pull = 1/w_y - 1/S, so dl_CE/du = -2 u pull
-    official  v <- v + 4 lr_v/B v (h - v^2)                    nothing moves once its square is past 1
+    official  v <- v + 4 lr_v/B v (h - v^2)                    an entry stops once its square exceeds 1
               u <- u + 2 lr_u/B u (pull - 2 (1 - h + u^2 - 1))
 
-The initial values are about 1e-8, so an entry passes ln(1e16) = 36.8 units of logit(q) before it weighs one half.
+The initial values are about 1e-8, so logit(q) of an entry must grow by ln(1e16) = 36.8 before q reaches 1/2.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from typing import Any, Literal, NamedTuple
 from .counter import INITIAL_STD
 
 Rule = Literal["flow", "paper", "official"]
-RULES: tuple[Rule, ...] = ("flow", "paper", "official")  # the compiled kernels know a rule by its place here
+RULES: tuple[Rule, ...] = ("flow", "paper", "official")  # compiled kernels get the position of a rule in this tuple
 
 _SMALLEST_FLOAT32 = 2.0**-126
 _LOGIT_TO_ACTIVE = -2 * math.log(INITIAL_STD)  # from q = 1e-16 to q = 1/2
 
 
 class Step(NamedTuple):
-    """What the row kernels need to know of a rule: its name and one number each for v and u."""
+    """A rule as the row kernels need it: its name, and one coefficient each for v and u."""
 
     rule: Rule
     v: float  # flow: T            paper, official: 4 x step of v
     u: float  # flow: exp(-T)      paper, official: 2 x step of u
 
 
-# Within these bounds an entry that was never predicted keeps its bits, whatever the variant.
+# Within these bounds an entry whose class was never predicted keeps its bits, in every variant.
 _FEWEST_VISITS, _LARGEST_RATE = 0.01, 1e6
 
 
@@ -49,7 +49,7 @@ def _check_rate(name: str, value: float, low: float = 0.0, high: float = _LARGES
 
 @dataclass(frozen=True)
 class Flow:
-    """The default. `visits`: after how many visits of steady disagreement a label is explained away."""
+    """The default. `visits`: visits of steady disagreement until a label is absorbed by the noise term."""
 
     visits: float = 4.0
 
@@ -57,21 +57,21 @@ class Flow:
         _check_rate("visits", self.visits, _FEWEST_VISITS, 1e12)
 
     def step(self) -> Step:
-        """Numbers for the row kernels."""
+        """Return the coefficients for the row kernels."""
         time = _LOGIT_TO_ACTIVE / self.visits
         return Step("flow", time, max(math.exp(-time), _SMALLEST_FLOAT32))  # never 0, so that q = 0 is not 0 / 0
 
     def visits_to_activate(self) -> float:
-        """Visits of steady disagreement until v^2 = 1/2, from a start of one standard deviation."""
+        """Visits of steady disagreement until v^2 = 1/2, starting from one standard deviation of the initial values."""
         return self.visits
 
 
 class _Euler(ABC):
-    """What the two rules that take Euler steps share."""
+    """Base of the two rules that take Euler steps."""
 
     @abstractmethod
     def step(self) -> Step:
-        """Numbers for the row kernels."""
+        """Return the coefficients for the row kernels."""
 
     def visits_to_activate(self) -> float:
         """Visits of steady disagreement until v^2 = 1/2, at the current rates."""
@@ -80,7 +80,7 @@ class _Euler(ABC):
 
 @dataclass(frozen=True)
 class Paper(_Euler):
-    """Projected steps of the paper: `alpha_u`, `alpha_v` times `tau`, the network's current learning rate."""
+    """The paper's projected steps: `alpha_u`, `alpha_v` times `tau`, the network's current learning rate."""
 
     alpha_u: float = 10.0
     alpha_v: float = 10.0
@@ -91,13 +91,13 @@ class Paper(_Euler):
             _check_rate(name, getattr(self, name))
 
     def step(self) -> Step:
-        """Numbers for the row kernels."""
+        """Return the coefficients for the row kernels."""
         return Step("paper", 4 * self.alpha_v * self.tau, 2 * self.alpha_u * self.tau)
 
 
 @dataclass(frozen=True)
 class Official(_Euler):
-    """The authors' published code: absolute rates, divided by the batch size they were tuned for."""
+    """The steps of the authors' published code: absolute rates, divided by the batch size they were tuned for."""
 
     lr_u: float = 1.0
     lr_v: float = 10.0
@@ -107,10 +107,10 @@ class Official(_Euler):
         for name in ("lr_u", "lr_v"):
             _check_rate(name, getattr(self, name))
         if not isinstance(self.batch_size, int) or self.batch_size < 1:
-            raise ValueError(f"batch_size must be an integer of at least 1, got {self.batch_size!r}")
+            raise ValueError(f"batch_size must be an integer >= 1, got {self.batch_size!r}")
 
     def step(self) -> Step:
-        """Numbers for the row kernels."""
+        """Return the coefficients for the row kernels."""
         return Step("official", 4 * self.lr_v / self.batch_size, 2 * self.lr_u / self.batch_size)
 
 
@@ -119,7 +119,7 @@ VARIANTS: dict[str, type[Flow] | type[Paper] | type[Official]] = {"flow": Flow, 
 
 
 def make_rates(variant: str, given: dict[str, Any]) -> Rates:
-    """The chosen rule from the settings that were given; a setting of another rule is an error."""
+    """Build the chosen rule from the given settings. A setting of another rule is an error."""
     if variant not in VARIANTS:
         raise ValueError(f"variant must be one of {', '.join(map(repr, VARIANTS))}, got {variant!r}")
     rule = VARIANTS[variant]
@@ -135,7 +135,7 @@ def _euler_visits(gain: float) -> float:
     """Steps of v <- v + gain v (1 - v^2) from 1e-8 until v^2 >= 1/2."""
     if gain == 0:
         return math.inf
-    if gain < 1e-3:  # then one step is the flow over T = 2 gain, to four digits
+    if gain < 1e-3:  # one step then equals the flow over T = 2 gain, to four digits
         return _LOGIT_TO_ACTIVE / (2 * gain)
     v, visits = INITIAL_STD, 0
     while v * v < 0.5:
@@ -146,7 +146,7 @@ def _euler_visits(gain: float) -> float:
 
 @dataclass(frozen=True)
 class Forecast:
-    """When the noise table will have explained away a label that the network keeps contradicting."""
+    """Visits until a label that the network keeps contradicting is flagged, compared with the planned epochs."""
 
     visits: float
     epochs: float
@@ -154,7 +154,7 @@ class Forecast:
 
     @property
     def activates(self) -> bool:
-        """Whether that happens within the planned epochs, at one visit an epoch."""
+        """Whether the label is flagged within the planned epochs, at one visit per epoch."""
         return self.visits <= self.epochs
 
     def __str__(self) -> str:
@@ -163,14 +163,15 @@ class Forecast:
         if isinstance(self.rates, Paper):
             visits += f" at the current tau = {self.rates.tau:g}"
         if self.activates:
-            return f"a steadily contradicted label is explained away {visits}; {plan}"
+            return f"a steadily contradicted label is absorbed by the noise term {visits}; {plan}"
         flow = isinstance(self.rates, Flow)
         advice = "Lower `visits`, or train longer." if flow else "Raise the rates, or use variant='flow'."
         return (
-            f"the noise table cannot act: a steadily contradicted label is explained away {visits}, but {plan}. "
+            f"the noise table cannot act: a steadily contradicted label is absorbed by the noise term {visits}, "
+            f"but {plan}. "
             f"Training will behave like plain cross-entropy. {advice}"
         )
 
 
 class InactiveTableWarning(UserWarning):
-    """The chosen rates are too small for the noise table to matter within the planned epochs."""
+    """The chosen rates are too low for the noise table to have an effect within the planned epochs."""

@@ -1,19 +1,17 @@
-"""SOP, the loss: five lines in anybody's training loop.
+"""The SOP loss: five lines in any PyTorch training loop.
 
     sop = SOP(num_samples=len(dataset), num_classes=14)
-    for images, labels, index in loader:          # index: each sample's fixed number in [0, N)
+    for images, labels, index in loader:          # index: each sample's fixed index in [0, N)
         loss = sop(model(images), labels, index)  # u and v of these samples are updated in place
         loss.backward(); optimizer.step(); optimizer.zero_grad()
     sop.suspects(100)                             # the samples whose labels are most likely wrong
 
-For a sample with label y the network's prediction p is not compared with y itself but with y after a correction s that
-is learned for this sample alone:
+For a sample with label y, the loss adds a noise term s to the network's prediction p. Each sample learns its own s:
 
     s = u^2 at y, -v_k^2 at every other class k          loss = -log phi(p + s)_y,   phi clips at eps and normalises
 
-s starts at nothing (1e-16) and grows only where the network keeps contradicting the label, visit after visit. A network
-learns what many samples share before it memorises what one sample says alone; by then s has explained the wrong label
-away.
+s starts at about 1e-16 and grows only where the network keeps contradicting the label, visit after visit. A network
+learns patterns that many samples share before it memorises single samples; by then, s has absorbed the wrong label.
 """
 
 from __future__ import annotations
@@ -29,20 +27,22 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from ..sample_table import Exchange, check_same_on_all_ranks
+from ..sample_table.table import keep_dtype
 from .checks import check_batch, check_prior, check_values, check_weight
-from .exchange import Exchange
 from .fused import FusedLoss
 from .kernels import DROPPED, Facts, Kernels, choose_kernels
+from .kernels.facts import from_wire, to_wire
 from .plus import as_share_of_all, balance_term, consistency_term, weighted_prediction
 from .rates import Forecast, InactiveTableWarning, Paper, Step, make_rates
-from .reading import Reading
-from .rows import DEFAULT_SLOTS, NoiseTable, keep_type
+from .readout import Readout
+from .rows import DEFAULT_SLOTS, NoiseTable, RowBlock
 
-# Below this an initial v^2 could show in p - v^2, and slots would no longer equal dense bit for bit.
+# With a smaller eps, an initial v^2 could change p - v^2, and slots would no longer equal dense bit for bit.
 SMALLEST_EPS = 1e-6
 
 
-class SOP(Reading, nn.Module):
+class SOP(Readout, nn.Module):
     """The SOP and SOP+ loss with its noise table.
 
     Args:
@@ -51,25 +51,26 @@ class SOP(Reading, nn.Module):
         variant: how a visit moves u and v. "flow" (default) is the exact solution of the paper's gradient flow over one
             visit, set by `visits` alone and independent of learning rate, batch size and world size. "paper" takes
             projected steps of size alpha * tau, "official" the steps of the authors' published code.
-        visits: for "flow": visits of steady disagreement after which a label is explained away (default 4).
+        visits: for "flow": visits of steady disagreement until a label is absorbed by the noise term (default 4).
         alpha_u, alpha_v, tau: for "paper" (default 10, 10, 0.02). Assign to `sop.tau` when the learning rate changes.
         lr_u, lr_v, batch_size: for "official" (default 1, 10, 128).
-        layout: "dense" keeps v of all classes, "slots" only the entries that ever moved; "auto" picks by bytes.
-        slots: how many entries a row can hold in the layout "slots".
-        seed: of the table's initial values.
-        eps: where phi clips; default the authors' 1e-4, or 0.1/K where that is less (at 1e-4 a network with more than
-            10,000 classes would start with everything clipped, and without gradient).
+        layout: "dense" stores v of all classes, "slots" only the entries that have changed; "auto" chooses by size.
+        slots: maximum number of entries per row in the layout "slots".
+        seed: seed of the table's initial values.
+        eps: lower clipping bound of phi. Default: the authors' 1e-4, or 0.1/K if that is less (at 1e-4, a network with
+            more than 10,000 classes would start with every class clipped, and no gradient).
         consistency, balance, prior: weights of the two terms of SOP+. `consistency` needs `logits2`, the second view;
-            `prior` (K,) is what the mean prediction is pulled towards, uniform by default.
-        epochs: the planned epochs, if known: warns at once if the table cannot act within them.
-        reduction: "mean" over the samples that count, "sum", or "none" for the losses (B,), without the SOP+ terms.
-        validate: check the values of labels, index and weight in every batch. On a GPU this waits for the device;
-            switch it off once the loader is trusted. Samples out of range are then dropped and counted instead.
-        device: where to put the table.
-        process_group: of several ranks that train one network, each with a part of every batch (best a group of its
-            own: `torch.distributed.new_group()`). Row i then lives on rank i mod W alone, and a rank's loss is its
-            share: the mean over the ranks, which DDP takes, is the loss of all their samples. All ranks must call
-            `sop(...)`, and every method that reads the table, together.
+            `prior` (K,) is the target of the mean prediction, uniform by default.
+        epochs: the planned number of epochs, if known. Warns immediately if the table cannot act within them.
+        reduction: "mean" over the samples that are not skipped, "sum", or "none" for the losses (B,), without SOP+.
+        validate: check the values of labels, index and weight in every batch. On a GPU this synchronizes with the
+            device; turn it off once you trust the loader. Samples out of range are then skipped and counted instead.
+        device: device of the table.
+        process_group: the ranks that train one network, each with a part of every batch. Pass a group of its own:
+            `torch.distributed.new_group()`. The table is then sharded: row i is on rank i mod W only. The loss of a
+            rank is scaled so that the mean over ranks, which DDP takes, is the loss of the global batch. Every rank
+            must create SOP with the same arguments. `sop(...)`, and every method that reads the table, is a collective
+            operation.
     """
 
     prior: Tensor | None
@@ -101,17 +102,21 @@ class SOP(Reading, nn.Module):
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
+        rank, ranks = _rank_and_ranks(process_group)
+        if process_group is not None and ranks > 1:
+            terms = {"consistency": consistency, "balance": balance, "eps": eps, "reduction": reduction}
+            table = {"num_samples": num_samples, "num_classes": num_classes, "layout": layout, "slots": slots}
+            check_same_on_all_ranks(process_group, "SOP", {**table, "seed": seed, "variant": variant, **terms}, device)
         given = {"visits": visits, "alpha_u": alpha_u, "alpha_v": alpha_v, "tau": tau}
         given |= {"lr_u": lr_u, "lr_v": lr_v, "batch_size": batch_size}
         self.rates = make_rates(variant, {name: value for name, value in given.items() if value is not None})
-        rank, ranks = _rank_and_ranks(process_group)
         self.table = NoiseTable(
             num_samples, num_classes, layout=layout, slots=slots, seed=seed, first=rank, stride=ranks, device=device
         )
         self.exchange = None
         if process_group is not None and ranks > 1:
             self.exchange = Exchange(process_group, self.table)
-            self.register_state_dict_pre_hook(lambda *_: self.settle())
+            self.register_state_dict_pre_hook(lambda *_: self.flush())
 
         self.eps = max(SMALLEST_EPS, min(1e-4, 0.1 / num_classes)) if eps is None else eps
         if not SMALLEST_EPS <= self.eps < 1 / num_classes:
@@ -122,10 +127,10 @@ class SOP(Reading, nn.Module):
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"{name} must be a finite number >= 0, got {value!r}")
         if (consistency or balance) and reduction == "none":
-            raise ValueError("consistency and balance are terms of a whole batch: they need reduction='mean' or 'sum'")
+            raise ValueError("consistency and balance are computed over the batch: they need reduction='mean' or 'sum'")
         self.consistency, self.balance = consistency, balance
         self.reduction, self.validate = reduction, validate
-        self._warned = self._planned = False
+        self._warned = self._prefetches = False
         self.register_buffer("prior", check_prior(prior, balance, num_classes, device), persistent=False)
         if epochs is not None:
             self._forecast(epochs, stacklevel=3)
@@ -137,12 +142,12 @@ class SOP(Reading, nn.Module):
 
     @property
     def skipped(self) -> Tensor:
-        """How many samples were seen but did not count: [weight 0 or out of range, logits not finite]."""
+        """Number of samples that were skipped: [weight 0 or out of range, logits not finite]."""
         return self.table.skipped
 
     @property
     def tau(self) -> float:
-        """The network's learning rate, which the variant "paper" multiplies its rates with."""
+        """The network's learning rate, by which the variant "paper" multiplies its rates."""
         return self._paper_rates("tau").tau
 
     @tau.setter
@@ -152,11 +157,11 @@ class SOP(Reading, nn.Module):
 
     def _paper_rates(self, name: str) -> Paper:
         if not isinstance(self.rates, Paper):
-            raise TypeError(f"{name} belongs to variant='paper'; this is {self.rates}")
+            raise TypeError(f"{name} belongs to variant='paper'; this SOP has {self.rates}")
         return self.rates
 
     def _apply(self, fn: Any, recurse: bool = True) -> SOP:
-        return super()._apply(keep_type(fn), recurse)
+        return super()._apply(keep_dtype(fn), recurse)
 
     def extra_repr(self) -> str:
         """One line for `print(sop)`."""
@@ -174,20 +179,20 @@ class SOP(Reading, nn.Module):
         logits2: Tensor | None = None,
         weight: Tensor | None = None,
     ) -> Tensor:
-        """The loss of a batch; its samples' rows are updated, unless in `sop.eval()` or under `torch.no_grad()`.
+        """Return the loss of a batch and update its rows, except in `sop.eval()` mode or under `torch.no_grad()`.
 
-        All samples of a batch read the table as it was before the batch. An index that comes twice counts as two
-        visits, in batch order. A sample with weight 0, or whose logits are not all finite, counts in nothing: its row
-        stays as it is, it adds nothing to the loss or the gradient, and `skipped` counts it.
+        All samples of a batch read the table as it was before the batch. An index that occurs twice counts as two
+        visits, in batch order. A sample is skipped if its weight is 0 or its logits are not all finite: its row does
+        not change, it contributes nothing to the loss or the gradient, and `skipped` counts it.
 
         Args:
             logits: (B, K) float32, bfloat16 or float16 (float64 for tests); the arithmetic inside is float32.
             labels: (B,) integers in [0, K).
-            index: (B,) integers in [0, N): each sample's number, the same in every epoch.
-            logits2: (B, K) of a second, strongly augmented view, for `consistency`.
-            weight: (B,) weights >= 0 of the samples in the mean, or a mask.
+            index: (B,) integers in [0, N): the index of each sample, the same in every epoch.
+            logits2: (B, K) logits of a second, strongly augmented view, for `consistency`.
+            weight: (B,) sample weights >= 0, or a bool mask.
         """
-        if torch.compiler.is_compiling():  # torch.compile must not trace updates of the table: break the graph here
+        if torch.compiler.is_compiling():  # break the graph: torch.compile must not trace table updates
             loss: Tensor = torch.compiler.disable(self._loss)(logits, labels, index, logits2, weight)
             return loss
         return self._loss(logits, labels, index, logits2, weight)
@@ -210,17 +215,17 @@ class SOP(Reading, nn.Module):
         kernels = choose_kernels(logits.device, logits.dtype)
         losses, facts = self._losses(logits, labels, index, keep, step, kernels)
         counts = facts.predicted != DROPPED
-        number = counts.sum()
+        counted = counts.sum()
         if self.training and torch.is_grad_enabled():
             self._update(labels, index, facts, step, kernels)
-            self._count_skipped(len(index), number, wanted)
+            self._count_skipped(len(index), counted, wanted)
         elif self.exchange is not None:
             self.exchange.skip(len(index))
         if weight is not None:
             share = torch.where(counts, weight, 0).to(losses.dtype)
             losses, total = losses * share, share.sum()
         else:
-            share, total = counts.to(losses.dtype), number.to(losses.dtype)
+            share, total = counts.to(losses.dtype), counted.to(losses.dtype)
         if self.reduction == "none":
             return losses
         loss = losses.sum()
@@ -228,67 +233,70 @@ class SOP(Reading, nn.Module):
             loss = loss + self._plus_terms(logits, logits2, counts, share, total)
         if self.reduction == "sum":
             return loss
-        if self.exchange is not None:  # the mean over the ranks of what they return is the mean over all samples
-            total = self.exchange.total(total) / self.exchange.ranks
+        if self.exchange is not None:  # so that the mean over ranks is the mean over all samples
+            total = self.exchange.sum(total) / self.exchange.ranks
         return loss / total.where(total > 0, 1)
 
     def _losses(
         self, logits: Tensor, labels: Tensor, index: Tensor, keep: Tensor | None, step: Step, kernels: Kernels
     ) -> tuple[Tensor, Facts]:
-        """The loss of each sample, and its facts. All rows are read as they were before the batch."""
-        block, place = (self.table.block, index) if self.exchange is None else self.exchange.next_rows(index)
+        """Return the loss of each sample, and its facts. All rows are read as they were before the batch."""
+        block, rows = self.table.block, index
+        if self.exchange is not None:
+            columns, rows = self.exchange.next_rows(index)
+            block = RowBlock(*columns)
         if not len(index):
             losses = logits.to(torch.promote_types(logits.dtype, torch.float32)).sum(1)
             return losses, Facts(index, *(torch.zeros_like(index, dtype=torch.float32) for _ in range(3)))
         losses, *columns = FusedLoss.apply(
-            logits, labels, place, block, keep, self.eps, step.rule == "official", kernels
+            logits, labels, rows, block, keep, self.eps, step.rule == "official", kernels
         )
         return losses, Facts(*columns)
 
     def _update(self, labels: Tensor, index: Tensor, facts: Facts, step: Step, kernels: Kernels) -> None:
-        """Apply the facts to the samples' rows, or send them to the ranks that own these."""
+        """Apply the facts to the rows of the samples, or send them to the ranks that own the rows."""
         if self.exchange is None:
             if len(index):
                 kernels.update_rows(self.table, index, labels, facts, step)
             return
 
-        def apply(rows: Tensor, labels: Tensor, facts: Facts) -> None:
+        def apply(rows: Tensor, columns: list[Tensor]) -> None:
             if len(rows):
-                kernels.update_rows(self.table, rows, labels, facts, step)
+                kernels.update_rows(self.table, rows, *from_wire(columns), step)
 
-        if self.exchange.give(labels, facts, apply) and not self._planned:
-            self.exchange.settle()
+        if self.exchange.give(to_wire(labels, facts), apply) and not self._prefetches:
+            self.exchange.flush()
 
-    def expect(self, parts: Sequence[NDArray[np.int64]]) -> None:
-        """With a process group: start to send the rows of a batch to come, given the samples of each rank.
+    def prefetch(self, parts: Sequence[NDArray[np.int64]]) -> None:
+        """With a process group: start to send the rows of the next batch, given the sample indices of each rank.
 
-        Call it a step ahead, once for each batch, and the rows travel while the network computes. The batch may then
-        come in pieces (gradient accumulation). Facts travel during the backward pass; `settle` after it, or the next
-        batch, writes them. A sample of two batches in a row would be read before its first visit is written: between
-        epochs, `settle` before the next batch is announced.
+        Call it one step ahead, once per batch, and the rows are sent while the network computes. The batch may then
+        be passed as micro-batches (gradient accumulation). Facts are sent during the backward pass; `flush` after it,
+        or the next batch, applies them. If a sample is in two consecutive batches, its row would be read before its
+        first visit is applied: between epochs, call `flush` before `prefetch`.
         """
         if self.exchange is not None:
-            self._planned = True
-            self.exchange.expect(parts)
+            self._prefetches = True
+            self.exchange.prefetch(parts)
 
-    def settle(self) -> None:
-        """With a process group and `expect`: wait for facts under way, and update the rows that this rank owns."""
+    def flush(self) -> None:
+        """With a process group and `prefetch`: wait for pending facts, and update the rows that this rank owns."""
         if self.exchange is not None:
-            self.exchange.settle()
+            self.exchange.flush()
 
     def _plus_terms(
         self, logits: Tensor, logits2: Tensor | None, counts: Tensor, share: Tensor, total: Tensor
     ) -> Tensor:
-        """The terms of SOP+, times the weight of the batch.
+        """Return the terms of SOP+, times the total weight of the batch.
 
-        Samples that do not count are replaced before the softmax, so that a NaN reaches no other.
+        The logits of skipped samples are replaced by 0 before the softmax, so that a NaN does not spread.
         """
         terms = []
         safe = logits.to(share.dtype).where(counts[:, None], 0)
         if self.prior is not None:
             sums = torch.cat([weighted_prediction(safe, share), total[None]])  # (K + 1,)
             if self.exchange is not None:
-                sums = as_share_of_all(sums, self.exchange.total(sums), total)
+                sums = as_share_of_all(sums, self.exchange.sum(sums), total)
             terms.append(self.balance * total * balance_term(sums[:-1], sums[-1], self.prior))
         if logits2 is not None:
             safe2 = logits2.to(share.dtype).where(counts[:, None], 0)
@@ -296,29 +304,29 @@ class SOP(Reading, nn.Module):
         return torch.stack(terms).sum()
 
     def _wanted(self, labels: Tensor, index: Tensor, weight: Tensor | None) -> Tensor | None:
-        """Which samples have a weight and, unless that has been checked, a label and an index in range; None = all."""
+        """Mask of samples with a positive weight and, if not validated, a label and index in range; None = all."""
         if self.validate:
             check_values(labels, index, self.table)
             return None if weight is None else check_weight(weight)
         inside = (labels >= 0) & (labels < self.num_classes) & (index >= 0) & (index < self.num_samples)
         return inside if weight is None else inside & torch.isfinite(weight) & (weight > 0)
 
-    def _count_skipped(self, batch: int, number: Tensor, wanted: Tensor | None) -> None:
-        """`number` samples counted; the others had no weight, or logits that are not finite."""
-        on_cpu = number.device.type == "cpu"
-        if on_cpu and int(number) == batch:  # the common case; elsewhere asking would wait for the device
+    def _count_skipped(self, batch: int, counted: Tensor, wanted: Tensor | None) -> None:
+        """Add `batch - counted` samples to `skipped`, by reason: no weight, or logits that are not finite."""
+        on_cpu = counted.device.type == "cpu"
+        if on_cpu and int(counted) == batch:  # the common case; on a GPU the check would synchronize
             return
-        asked = torch.full_like(number, batch) if wanted is None else wanted.sum()
-        not_finite = asked - number
+        asked = torch.full_like(counted, batch) if wanted is None else wanted.sum()
+        not_finite = asked - counted
         self.table.skipped += torch.stack((batch - asked, not_finite))
-        # Once: a network that has diverged must not look like one that has converged. On a GPU `skipped` tells.
+        # Warn once: divergence must not look like convergence. On a GPU, `skipped` is the only sign.
         if on_cpu and not self._warned and int(not_finite):
             self._warned = True
-            message = f"{int(not_finite)} of {batch} samples of a batch have logits that are not finite"
-            warnings.warn(f"{message}: they are left out of the loss, and `sop.skipped` counts them", stacklevel=6)
+            message = f"{int(not_finite)} of {batch} samples in a batch have logits that are not finite"
+            warnings.warn(f"{message}: they are skipped, and `sop.skipped` counts them", stacklevel=6)
 
     def forecast(self, epochs: float) -> Forecast:
-        """In how many visits a steadily contradicted label is explained away; warns if fewer epochs are planned."""
+        """Predict after how many visits a steadily contradicted label is flagged. Warn if fewer epochs are planned."""
         return self._forecast(epochs, stacklevel=3)
 
     def _forecast(self, epochs: float, stacklevel: int) -> Forecast:
@@ -331,13 +339,13 @@ class SOP(Reading, nn.Module):
 
 
 def _rank_and_ranks(group: dist.ProcessGroup | None) -> tuple[int, int]:
-    """This rank's place in the group; without a group the table is this rank's own, which is rarely what is wanted."""
+    """Rank and size of the group. Warn if there are several ranks but no group: each would have its own table."""
     if group is not None:
         return dist.get_rank(group), dist.get_world_size(group)
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         warnings.warn(
-            f"each of the {dist.get_world_size()} ranks has a table of its own: a label is explained away only if its"
-            " sample is seen by the same rank in every epoch. Pass process_group=torch.distributed.new_group()",
+            f"each of the {dist.get_world_size()} ranks has its own table: a label is flagged only if the same rank"
+            " sees its sample in every epoch. Pass process_group=torch.distributed.new_group()",
             stacklevel=3,
         )
     return 0, 1

@@ -1,11 +1,11 @@
-"""The convex program that the descent solves without being told:
+"""The convex program that gradient descent solves implicitly:
 
-    min 1/2 |theta|^2 + lambda |s|_1     so that     y = J theta + s
+    min 1/2 |theta|^2 + lambda |s|_1     subject to     y = J theta + s
 
-Set up once for a number of samples and a rank, then solved for any J, y and lambda (CVXPY, Clarabel). In the
-coordinates c of `problem`, and divided by lambda, so that small lambdas are solved as exactly as large ones:
+It is set up once for a number of samples and a rank, then solved for any J, y and lambda (CVXPY, Clarabel). It uses the
+coordinates c of `problem` and is divided by lambda, so that small lambdas are solved as accurately as large ones:
 
-    min lambda/2 |c'|^2 + |s|_1          so that     y = (lambda B) c' + s,     c = lambda c'
+    min lambda/2 |c'|^2 + |s|_1          subject to     y = (lambda B) c' + s,     c = lambda c'
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Optimum:
     nu: Array  # (N,)
 
     def kkt_gap(self, problem: Problem, weight: float) -> float:
-        """By how much the conditions of optimality are missed, at the most, each as a share of its own terms.
+        """The largest violation of the optimality conditions, each relative to the size of its own terms.
 
         y = B c + s;  c = B' nu;  |nu| <= lambda;  nu = lambda sign(s) where s is not 0.
         """
@@ -42,7 +42,7 @@ class Optimum:
 
 
 class ConvexProgram:
-    """The program for all problems of N samples and rank r."""
+    """The program for all problems with N samples and rank r."""
 
     def __init__(self, samples: int, rank: int) -> None:
         self._shape = (samples, rank)

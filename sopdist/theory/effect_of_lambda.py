@@ -1,8 +1,8 @@
-"""`sopdist theory lambda`: how well the convex program recovers theta and s, against lambda; for several k, several r.
+"""`sopdist theory lambda`: how well the convex program recovers theta and s as a function of lambda, k and r.
 
-The paper's claim: recovery is right exactly when lambda is above a threshold, which depends on k and r. N = 100,
-p = 150; r = 20 with k = 10 ... 80, and k = 20 with r = 10 ... 80 (with other --samples: as shares of them). Means over
-the trials, with the range of the middle half of them.
+The paper's claim: recovery succeeds exactly when lambda is above a threshold that depends on k and r. N = 100, p = 150;
+r = 20 with k = 10 ... 80, and k = 20 with r = 10 ... 80 (scaled with --samples). The figure shows means over the trials
+and the interquartile range.
 """
 
 from __future__ import annotations
@@ -16,50 +16,50 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from .arguments import add_common_arguments, add_sizes, counted, leave, open_folder
+from ..cli.units import pluralize
+from .arguments import add_common_arguments, add_sizes, create_folder, write_results
 from .convex import ConvexProgram
 from .figures import COLOURS, MARKERS, new_figure
-from .problem import Array, ProblemError, draw_problem, relative_error
-from .trials import generator_of, work_off
+from .problem import RECOVERED, Array, ProblemError, random_problem, relative_error
+from .trials import run_tasks, trial_generator
 
 NAME = "lambda"
 LAMBDAS = (1e-4, 1.0)
-RECOVERED = 1e-3
-RANK, WRONG = 20, 20  # what stays while the other varies
+RANK, WRONG = 20, 20  # the fixed value while the other varies
 VARIED = (10, 20, 40, 60, 80)
-Setting = tuple[str, int, int]  # what varies, r, k
-_FLOOR = 1e-10  # below that, errors are the solver's
+Setting = tuple[str, int, int]  # name of the size that varies, r, k
+_FLOOR = 1e-10  # smaller errors are those of the solver
 
 
 def settings(samples: int) -> list[Setting]:
-    """The paper's, as shares of the samples where they are not its 100."""
+    """The paper's settings, scaled from its 100 samples to `samples`."""
     scaled = [max(1, round(value * samples / 100)) for value in (RANK, WRONG, *VARIED)]
     rank, wrong, *varied = scaled
-    varied = list(dict.fromkeys(varied))  # few samples bring the same number twice
+    varied = list(dict.fromkeys(varied))  # with few samples, values repeat
     return [("k", rank, value) for value in varied] + [("r", value, wrong) for value in varied]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare its options."""
-    add_common_arguments(parser, trials="problems to draw for each curve (default 10, with --quick 3)")
+    """Options of `sopdist theory lambda`."""
+    add_common_arguments(parser, trials="random problems per curve (default 10, with --quick 3)")
     add_sizes(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Draw, solve, write."""
+    """Solve all problems, write figure and numbers."""
     chosen = settings(args.samples)
     largest = max(rank for _, rank, _ in chosen)
     if args.parameters < largest:
         sizes = f"--samples {args.samples} --parameters {args.parameters}"
-        raise ProblemError(f"{sizes}: the curves need a rank of up to {largest}, and so as many parameters")
-    open_folder(args.out)
+        raise ProblemError(f"{sizes}: the curves need a rank of up to {largest}, so at least as many parameters")
+    create_folder(args.out)
     args.trials = args.trials or (3 if args.quick else 10)
     weights = np.geomspace(*LAMBDAS, 13 if args.quick else 41)
     solve = partial(
         solve_setting, sizes=(args.samples, args.parameters), seed=args.seed, trials=args.trials, weights=weights
     )
     slowest_first = sorted(chosen, key=lambda setting: -setting[1])
-    solved = work_off(solve, slowest_first, args.jobs, title=NAME, unit="curve")
+    solved = run_tasks(solve, slowest_first, args.jobs, title=NAME, unit="curve")
     errors = dict(zip(slowest_first, solved, strict=True))
     curves = [summarise(setting, errors[setting], weights) for setting in chosen]
     rows = [
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
         for curve in curves
         for i, weight in enumerate(weights)
     ]
-    leave(NAME, args, draw(curves, weights), rows, {"curves": curves}, verdict(curves, args.trials))
+    write_results(NAME, args, plot(curves, weights), rows, {"curves": curves}, verdict(curves, args.trials))
     return 0
 
 
@@ -78,7 +78,7 @@ def solve_setting(setting: Setting, sizes: tuple[int, int], seed: int, trials: i
     program = ConvexProgram(sizes[0], rank)
     errors = np.empty((trials, len(weights), 2))
     for trial in range(trials):
-        problem = draw_problem(*sizes, rank, wrong, generator_of(seed, rank, wrong, trial))
+        problem = random_problem(*sizes, rank, wrong, trial_generator(seed, rank, wrong, trial))
         for i, weight in enumerate(weights):
             found = program.solve(problem, weight)
             errors[trial, i] = relative_error(found.c, problem.c), relative_error(found.s, problem.s)
@@ -86,7 +86,7 @@ def solve_setting(setting: Setting, sizes: tuple[int, int], seed: int, trials: i
 
 
 def summarise(setting: Setting, errors: Array, weights: Array) -> dict[str, Any]:
-    """Means and quartiles over the trials, and from which lambda on both mean errors are small."""
+    """Means and quartiles over the trials, and the lambda from which both mean errors stay small."""
     varies, rank, wrong = setting
     small = (errors.mean(axis=0) < RECOVERED).all(axis=1)  # (L,)
     stays = np.logical_and.accumulate(small[::-1])[::-1]  # small here and for every larger lambda
@@ -101,27 +101,27 @@ def summarise(setting: Setting, errors: Array, weights: Array) -> dict[str, Any]
 
 
 def verdict(curves: list[dict[str, Any]], trials: int) -> str:
-    """One paragraph."""
-    parts, falls = [], []
+    """The result in one paragraph."""
+    parts, decreases = [], []
     for varies, fixed in (("k", "r"), ("r", "k")):
         own = [curve for curve in curves if curve["varies"] == varies]
-        told = ", ".join(
-            f"{varies} = {curve[varies]}: " + (f"{curve['threshold']:.2g}" if curve["threshold"] else "never")
+        listed = ", ".join(
+            (f"{curve['threshold']:.2g}" if curve["threshold"] else "none") + f" at {varies} = {curve[varies]}"
             for curve in own
         )
-        steps = [curve["threshold"] or math.inf for curve in own]
-        falls += [varies for lower, higher in itertools.pairwise(steps) if higher < lower]
-        parts.append(f"with {fixed} = {own[0][fixed]}: {told}")
+        thresholds = [curve["threshold"] or math.inf for curve in own]
+        if any(after < before for before, after in itertools.pairwise(thresholds)):
+            decreases.append(varies)
+        parts.append(f"for {fixed} = {own[0][fixed]}: {listed}")
+    trend = f"decreases somewhere as {' and '.join(decreases)} grows" if decreases else "never decreases with k or r"
     return (
-        f"Mean relative errors of theta and s over {counted(trials, 'trial')} are both below {RECOVERED:g} from this "
-        "lambda on: "
-        + "; ".join(parts)
-        + (f". It falls as these grow: {', '.join(falls)}." if falls else ". It does not fall as k or r grows.")
+        f"Smallest lambda from which the mean relative errors of theta and s over {pluralize(trials, 'trial')} both "
+        f"stay below {RECOVERED:g}: {'; '.join(parts)}. It {trend}."
     )
 
 
-def draw(curves: list[dict[str, Any]], weights: Array) -> Figure:
-    """Rows: what varies; columns: theta and s."""
+def plot(curves: list[dict[str, Any]], weights: Array) -> Figure:
+    """Rows: the size that varies; columns: theta and s."""
     figure, axes = new_figure(2, 2, (9, 6.5))
     for row, (varies, fixed) in enumerate((("k", "r"), ("r", "k"))):
         own = [curve for curve in curves if curve["varies"] == varies]

@@ -1,21 +1,24 @@
-"""How the figures look: colours that can be told apart by everybody, and files that are the same bytes for the same
-numbers. Draws on no screen."""
+"""The style of the figures: colours that colour-blind readers can distinguish, and the same bytes for the same numbers.
+
+Figures are written to files; no display is needed.
+"""
 
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 
-matplotlib.use("Agg")  # before pyplot: there may be no screen
+matplotlib.use("Agg")  # before pyplot: there may be no display
 
 from matplotlib import pyplot
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from ..data.commands.output import write_output
+from ..cli.output import write_output
 from .problem import Array
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe and Ito
@@ -34,26 +37,37 @@ _STYLE: Any = {
 
 
 def new_figure(rows: int, columns: int, size: tuple[float, float]) -> tuple[Figure, Any]:
-    """A figure with (rows, columns) axes; inches."""
+    """A figure with (rows, columns) axes; `size` in inches."""
     pyplot.rcParams.update(_STYLE)
     return pyplot.subplots(rows, columns, figsize=size, squeeze=False)
 
 
-def save_figure(figure: Figure, stem: Path) -> list[Path]:
-    """STEM.png and STEM.svg."""
+def save_figure(figure: Figure, stem: Path, suffixes: Sequence[str] = (".png", ".svg")) -> list[Path]:
+    """Write STEM.png and STEM.svg."""
     written = []
-    for ending, options in ((".png", {"dpi": 150}), (".svg", {"dpi": 150, "metadata": {"Date": None}})):
+    for suffix in suffixes:
         content = io.BytesIO()
+        metadata: Any = {"metadata": {"Date": None}} if suffix == ".svg" else {}
         with matplotlib.rc_context(_STYLE):
-            figure.savefig(content, format=ending[1:], **options)
-        path = stem.with_name(stem.name + ending)
+            figure.savefig(content, format=suffix[1:], dpi=150, **metadata)
+        path = stem.with_name(stem.name + suffix)
         write_output(path, content.getvalue())
         written.append(path)
     pyplot.close(figure)
     return written
 
 
-def heat_map(axes: Axes, x: Array, y: Array, values: Array, **options: Any) -> Any:
-    """Colours of `values` (len(y), len(x)) on a grid of centres; the cells as one picture, also in an SVG."""
+def plot_map(figure: Figure, axes: Axes, x: Array, y: Array, values: Array) -> None:
+    """A map of `values` (len(y), len(x)) from 0 to 1 on a grid of cell centres, with a colour bar.
+
+    The cells are one raster image, also in an SVG.
+    """
     axes.grid(visible=False)
-    return axes.pcolormesh(x, y, values, shading="nearest", cmap=MAP, rasterized=True, **options)
+    colours = axes.pcolormesh(x, y, values, shading="nearest", cmap=MAP, rasterized=True, vmin=0, vmax=1)
+    figure.colorbar(colours, ax=axes)
+
+
+def plot_boundary(axes: Axes, x: Array, y: Array, label: str) -> None:
+    """A dashed line with a white outline, visible on every colour of a map."""
+    axes.plot(x, y, color="white", linewidth=2.5)
+    axes.plot(x, y, color=COLOURS[1], linewidth=1.5, linestyle="--", label=label)

@@ -1,15 +1,14 @@
-"""The descent with infinitely small steps, in closed form but for one integral:
+"""The descent in the limit of infinitesimal steps, in closed form up to one integral:
 
     theta = J' nu,   u = gamma exp(2 alpha nu),   v = gamma exp(-2 alpha nu),   d nu / dt = -r = y - J theta - u*u + v*v
 
-So N numbers follow an ordinary differential equation, which is solved to tolerance. It runs downhill on
+So nu (N numbers) follows an ordinary differential equation, which is solved to a tolerance. It is the gradient flow of
 
     F(nu) = 1/2 |J' nu|^2 - y' nu + gamma^2 / (2 alpha) sum cosh(4 alpha nu)
 
-and this is why the whole thing works. Without the last term F is what the dual of the convex program minimises in the
-box |nu| <= lambda. The last term is a soft wall of that box: with alpha = -log(gamma) / (2 lambda) its slope
-2 gamma^2 sinh(4 alpha nu) is next to nothing inside and reaches 1 at |nu| = lambda. The smaller gamma, the harder the
-wall.
+which explains the implicit bias. Without the last term, F is what the dual of the convex program minimises in the box
+|nu| <= lambda. The last term is a soft wall of that box: with alpha = -log(gamma) / (2 lambda) its slope
+2 gamma^2 sinh(4 alpha nu) is almost 0 inside and reaches 1 at |nu| = lambda. The smaller gamma, the harder the wall.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ from scipy.integrate import solve_ivp
 
 from .problem import Array, Problem, ProblemError, check_positive
 
-_LATEST = 1e15  # a time by which every flow has come to rest
-_LARGEST_EXPONENT = 700.0  # what float64 can hold; only steps that the integrator tries and drops come so far
+_END_TIME = 1e15  # every flow has converged by then
+_MAX_EXPONENT = 700.0  # of float64; only steps that the integrator tries and rejects reach it
 
 
 @dataclass(frozen=True)
 class Limit:
-    """Where the flow came to rest."""
+    """The limit of the flow."""
 
     c: Array  # (r,)
     s: Array  # (N,)
@@ -36,22 +35,22 @@ class Limit:
     residual: float  # as in `Descent`
 
 
-def alpha_of(weight: float, gamma: float) -> float:
+def alpha_for(weight: float, gamma: float) -> float:
     """The alpha for which descent from gamma solves the convex program with `weight`, the paper's lambda."""
     check_positive("lambda", weight)
     check_positive("gamma", gamma)
     if gamma >= 1:
-        raise ProblemError(f"gamma = {gamma:g}: must be below 1, or alpha would not be above 0")
+        raise ProblemError(f"gamma = {gamma:g}: must be below 1, because alpha must be above 0")
     return -math.log(gamma) / (2 * weight)
 
 
-def weights_of(alphas: Array, gamma: float) -> Array:
-    """The other way round: the lambdas that belong to these alphas."""
+def weights_for(alphas: Array, gamma: float) -> Array:
+    """The inverse of `alpha_for`: the lambdas of these alphas."""
     return np.asarray(-math.log(gamma) / (2 * alphas))
 
 
-def follow_flow(problem: Problem, alpha: float, gamma: float, *, tolerance: float = 1e-7) -> Limit:
-    """Integrate until the residual is at most `tolerance` of the largest |y|."""
+def integrate_flow(problem: Problem, alpha: float, gamma: float, *, tolerance: float = 1e-7) -> Limit:
+    """Integrate until the residual is at most `tolerance` times the largest |y|."""
     check_positive("alpha", alpha)
     check_positive("gamma", gamma)
     basis, y = problem.basis, problem.y
@@ -59,7 +58,7 @@ def follow_flow(problem: Problem, alpha: float, gamma: float, *, tolerance: floa
     scale = float(np.abs(y).max())
 
     def exponent(nu: Array) -> Array:
-        return np.clip(4 * alpha * nu, -_LARGEST_EXPONENT, _LARGEST_EXPONENT)
+        return np.clip(4 * alpha * nu, -_MAX_EXPONENT, _MAX_EXPONENT)
 
     def noise(nu: Array) -> Array:
         return np.asarray(2 * gamma**2 * np.sinh(exponent(nu)))
@@ -75,11 +74,11 @@ def follow_flow(problem: Problem, alpha: float, gamma: float, *, tolerance: floa
 
     distance.terminal = True  # type: ignore[attr-defined]
     path = solve_ivp(
-        slope, (0, _LATEST), np.zeros_like(y), method="LSODA", jac=derivative,
+        slope, (0, _END_TIME), np.zeros_like(y), method="LSODA", jac=derivative,
         rtol=1e-8, atol=1e-9 / alpha, events=distance,
     )  # fmt: skip
     nu = path.y[:, -1]
     residual = float(np.abs(slope(0, nu)).max()) / scale
-    if not residual <= 2 * tolerance:  # also one that is not a number
-        raise ProblemError(f"the flow of alpha = {alpha:g}, gamma = {gamma:g} did not come to rest: {path.message}")
+    if not residual <= 2 * tolerance:  # true for NaN, too
+        raise ProblemError(f"the flow with alpha = {alpha:g}, gamma = {gamma:g} did not converge: {path.message}")
     return Limit(basis.T @ nu, noise(nu), nu, residual)

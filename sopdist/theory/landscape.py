@@ -1,8 +1,8 @@
-"""`sopdist theory landscape`: every critical point is a global minimum, or there is a way down.
+"""`sopdist theory landscape`: every critical point is a global minimum or a strict saddle.
 
-Critical points of 1/2 |J theta + u*u - v*v - y|^2 are made to order, with u_i = v_i = 0 in a given number of places,
-and searched for by minimising |gradient|^2 from random starts. Of each, the residual and the smallest eigenvalue of the
-Hessian. By the paper's proof that eigenvalue is at most -2 max|r_i|.
+Critical points of 1/2 |J theta + u*u - v*v - y|^2 are constructed, with u_i = v_i = 0 for a given number of entries,
+and searched for by minimising |gradient|^2 from random starts. For each point, the command computes the residual and
+the smallest eigenvalue of the Hessian. The paper proves that this eigenvalue is at most -2 max|r_i|.
 """
 
 from __future__ import annotations
@@ -15,76 +15,77 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from ..text_table import format_table
-from .arguments import add_common_arguments, add_problem, leave, open_folder
-from .critical_points import Point, find_critical_point, gradient, hessian, make_critical_point, residual
+from ..cli.tables import format_table
+from .arguments import add_common_arguments, add_problem, create_folder, write_results
+from .critical_points import Point, construct_critical_point, find_critical_point, gradient, hessian, residual
 from .figures import COLOURS, MARKERS, new_figure
-from .problem import Problem, check_sizes, draw_problem
-from .trials import generator_of, work_off
+from .problem import Problem, check_sizes, random_problem
+from .trials import run_tasks, trial_generator
 
 NAME = "landscape"
-ZERO = 1e-6  # a residual, as a share of the largest |y|, or an eigenvalue that counts as 0
+ZERO = 1e-6  # a residual (relative to the largest |y|) or an eigenvalue below this counts as 0
+KINDS = ("minimum", "strict saddle", "neither")
 
 
 @dataclass(frozen=True)
-class Critical:
-    """What a critical point is like."""
+class CriticalPoint:
+    """The measurements of a critical point."""
 
-    origin: str  # "made" or "found"
-    unexplained: int  # places with u = v = 0
+    origin: str  # "made" (constructed) or "found" (by search)
+    unexplained: int  # entries with u = v = 0
     gradient: float  # largest entry
-    residual: float  # largest entry, as a share of the largest |y|
-    eigenvalue: float  # smallest, over the largest |y|
-    bound: float  # what the proof promises: at most that
+    residual: float  # largest entry, relative to the largest |y|
+    eigenvalue: float  # the smallest, relative to the largest |y|
+    bound: float  # the paper's upper bound of the eigenvalue
 
     @property
     def kind(self) -> str:
-        """What it turned out to be; "neither" would be against the proposition."""
+        """One of KINDS; "neither" would contradict the proposition."""
         if self.residual <= ZERO:
             return "minimum"
         return "strict saddle" if self.eigenvalue < -ZERO else "neither"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare its options."""
-    add_common_arguments(parser, trials="problems to draw (default 20, with --quick 4)")
+    """Options of `sopdist theory landscape`."""
+    add_common_arguments(parser, trials="random problems (default 20, with --quick 4)")
     add_problem(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Make and find points, look at each, write."""
+    """Construct, find and measure critical points; print a table, write figure and numbers."""
     sizes = (args.samples, args.parameters, args.rank, args.wrong)
     check_sizes(*sizes)
-    open_folder(args.out)
+    create_folder(args.out)
     args.trials = args.trials or (4 if args.quick else 20)
-    look = partial(look_at_problem, sizes=sizes, seed=args.seed, searches=4 if args.quick else 20)
-    looks = work_off(look, range(args.trials), args.jobs, title=NAME, unit="problem")
-    points = [point for found, _ in looks for point in found]
-    numbers = summarise(points) | {"searches_that_ended_nowhere": sum(lost for _, lost in looks)}
+    measure = partial(measure_problem, sizes=sizes, seed=args.seed, searches=4 if args.quick else 20)
+    measured = run_tasks(measure, range(args.trials), args.jobs, title=NAME, unit="problem")
+    points = [point for found, _ in measured for point in found]
+    numbers = summarise(points) | {"searches_that_ended_nowhere": sum(failed for _, failed in measured)}
     rows = [{**vars(point), "kind": point.kind} for point in points]
     print(table(points), end="\n\n")
-    leave(NAME, args, draw(points), rows, numbers, verdict(numbers))
+    write_results(NAME, args, plot(points), rows, numbers, verdict(numbers))
     return 0
 
 
-def look_at_problem(
+def measure_problem(
     trial: int, sizes: tuple[int, int, int, int], seed: int, searches: int
-) -> tuple[list[Critical], int]:
-    """Points of one problem, and how many searches did not end in one."""
-    generator = generator_of(seed, trial)
-    problem = draw_problem(*sizes, generator)
-    made = [make_critical_point(problem, places, generator) for places in range(problem.samples + 1)]
+) -> tuple[list[CriticalPoint], int]:
+    """The critical points of one problem, and the number of searches that did not converge to one."""
+    generator = trial_generator(seed, trial)
+    problem = random_problem(*sizes, generator)
+    made = [construct_critical_point(problem, zeros, generator) for zeros in range(problem.samples + 1)]
     found = [find_critical_point(problem, generator) for _ in range(searches)]
-    points = [look_at(problem, "made", point) for point in made]
-    points += [look_at(problem, "found", point) for point in found if point is not None]
+    points = [measure_point(problem, "made", point) for point in made]
+    points += [measure_point(problem, "found", point) for point in found if point is not None]
     return points, found.count(None)
 
 
-def look_at(problem: Problem, origin: str, point: Point) -> Critical:
-    """Measure a point. u and v that the search has brought close to 0 count as 0."""
+def measure_point(problem: Problem, origin: str, point: Point) -> CriticalPoint:
+    """Measure a point. Entries of u and v that the search has brought close to 0 count as 0."""
     scale = np.abs(problem.y).max()
     left, flat = np.abs(residual(problem, point)), np.maximum(np.abs(point.u), np.abs(point.v)) < ZERO
-    return Critical(
+    return CriticalPoint(
         origin,
         int(flat.sum()),
         float(np.abs(gradient(problem, point)).max()),
@@ -94,8 +95,8 @@ def look_at(problem: Problem, origin: str, point: Point) -> Critical:
     )
 
 
-def summarise(points: list[Critical]) -> dict[str, Any]:
-    """How many of each kind, and the extremes."""
+def summarise(points: list[CriticalPoint]) -> dict[str, Any]:
+    """The number of points of each kind, and the extreme values."""
     numbers: dict[str, Any] = {}
     for origin in ("made", "found"):
         own = [point for point in points if point.origin == origin]
@@ -112,61 +113,52 @@ def summarise(points: list[Critical]) -> dict[str, Any]:
     return numbers
 
 
-def table(points: list[Critical]) -> str:
-    """By how many places are unexplained."""
-    lines = []
+def table(points: list[CriticalPoint]) -> str:
+    """One row per origin and number of entries with u = v = 0."""
+    rows = []
     for origin in ("made", "found"):
-        for places in sorted({point.unexplained for point in points if point.origin == origin}):
-            own = [point for point in points if (point.origin, point.unexplained) == (origin, places)]
+        for zeros in sorted({point.unexplained for point in points if point.origin == origin}):
+            own = [point for point in points if (point.origin, point.unexplained) == (origin, zeros)]
             saddles = [point.eigenvalue for point in own if point.kind == "strict saddle"]
             span = f"{min(saddles):.2g} to {max(saddles):.2g}" if saddles else "-"
-            kinds = [str(sum(point.kind == kind for point in own)) for kind in ("minimum", "strict saddle", "neither")]
-            lines.append([origin, str(places), str(len(own)), *kinds, f"{max(p.gradient for p in own):.0e}", span])
-    header = [
-        "origin",
-        "u = v = 0 in",
-        "points",
-        "minima",
-        "saddles",
-        "neither",
-        "gradient",
-        "eigenvalues of saddles / max|y|",
-    ]
-    return format_table(header, lines)
+            kinds = [str(sum(point.kind == kind for point in own)) for kind in KINDS]
+            rows.append([origin, str(zeros), str(len(own)), *kinds, f"{max(p.gradient for p in own):.0e}", span])
+    header = ["origin", "u = v = 0", "points", "minima", "saddles", "neither", "gradient"]
+    return format_table([*header, "eigenvalues of saddles / max|y|"], rows)
 
 
 def verdict(numbers: dict[str, Any]) -> str:
-    """One paragraph."""
+    """The result in one paragraph."""
     made, found = numbers["made"], numbers["found"]
     saddles = [part for part in (made, found) if part["strict_saddles"]]
     nearest = max((part["eigenvalue_nearest_to_zero_of_a_saddle"] for part in saddles), default=float("nan"))
     excess = max((part["largest_excess_over_the_bound"] for part in saddles), default=float("nan"))
     return (
-        f"Of {made['points']} critical points made to order {made['minima']} are global minima and "
-        f"{made['strict_saddles']} strict saddles; of {found['points']} found by search (another "
-        f"{numbers['searches_that_ended_nowhere']} searches ended in no critical point) {found['minima']} and "
-        f"{found['strict_saddles']}. Neither: {made['neither'] + found['neither']}. No saddle's smallest eigenvalue is "
-        f"above {nearest:.2g} (over the largest |y|), and none is above the bound of the proof, -2 max|r_i|, by more "
-        f"than {max(excess, 0.0):.1g}."
+        f"Of {made['points']} constructed critical points, {made['minima']} are global minima and "
+        f"{made['strict_saddles']} are strict saddles; of {found['points']} found by search, {found['minima']} and "
+        f"{found['strict_saddles']} ({numbers['searches_that_ended_nowhere']} more searches did not converge). "
+        f"Neither: {made['neither'] + found['neither']}. The smallest eigenvalue of every saddle is at most "
+        f"{nearest:.2g} (relative to the largest |y|) and exceeds the bound of the proof, -2 max|r_i|, by at most "
+        f"{max(excess, 0.0):.1g}."
     )
 
 
-def draw(points: list[Critical]) -> Figure:
+def plot(points: list[CriticalPoint]) -> Figure:
     """Residual against smallest eigenvalue, with the bound."""
     figure, axes = new_figure(1, 1, (6, 4.2))
     panel = axes[0, 0]
-    for i, (origin, text) in enumerate((("made", "made to order"), ("found", "found by search"))):
+    for i, (origin, label) in enumerate((("made", "constructed"), ("found", "found by search"))):
         own = [point for point in points if point.origin == origin]
         x = [max(point.residual, ZERO / 10) for point in own]
         y = [max(-point.eigenvalue, ZERO / 10) for point in own]
-        panel.scatter(x, y, s=14, color=COLOURS[i], marker=MARKERS[i], alpha=0.6, linewidths=0, label=text)
+        panel.scatter(x, y, s=14, color=COLOURS[i], marker=MARKERS[i], alpha=0.6, linewidths=0, label=label)
     line = np.geomspace(ZERO, max(point.residual for point in points) * 1.2, 200)
     panel.plot(line, 2 * line, color=COLOURS[6], linewidth=1, label=r"$2\,\max|r_i|$, the bound of the proof")
     panel.axvspan(ZERO / 20, ZERO, color=COLOURS[2], alpha=0.15, linewidth=0, label="no residual: global minima")
     panel.set(
         xscale="log", xlabel=r"largest residual $|r_i|$ over the largest $|y_i|$", xlim=(ZERO / 20, None), yscale="log",
         ylabel=r"$-$ smallest eigenvalue of the Hessian over $\max|y_i|$",
-        title=f"critical points of the landscape (what is below {ZERO / 10:g} is drawn there)",
+        title=f"critical points (values below {ZERO / 10:g} are shown as {ZERO / 10:g})",
     )  # fmt: skip
     panel.legend(loc="lower right")
     return figure

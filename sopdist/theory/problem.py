@@ -1,8 +1,9 @@
-"""The linear model of the theory: y = J theta + s with a J of low rank and a sparse s; and when it is sure that theta
-and s can be found again.
+"""The linear model of the theory: y = J theta + s, with a low-rank J and a sparse s.
 
-With the compact SVD J = U diag(sigma) V', every theta that matters lies in the span of V: theta = V c. So everything is
-computed in the r coordinates c, in which J is `basis` = U diag(sigma), and lengths stay what they are.
+Also the paper's guarantee that theta and s can be recovered from y.
+
+With the compact SVD J = U diag(sigma) V', every theta that matters lies in the span of V: theta = V c. Everything is
+computed in the r coordinates c, in which J is `basis` = U diag(sigma) and norms are the same.
 """
 
 from __future__ import annotations
@@ -13,25 +14,26 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ..data.errors import DataError
+from ..errors import DataError
 
 Array = NDArray[np.float64]
+RECOVERED = 1e-3  # relative error below which theta or s counts as recovered
 
 
 class ProblemError(DataError, ValueError):
-    """Sizes or rates that make no sense. The message says which, and what is allowed."""
+    """Invalid sizes or rates. The message names the value and the valid range."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A model, and the truth about it."""
+    """A model with its ground truth."""
 
     u: Array  # (N, r) orthonormal
-    sigma: Array  # (r,) falling
+    sigma: Array  # (r,) in descending order
     v: Array  # (p, r) orthonormal
-    c: Array  # (r,): the true theta, that of least norm, is v @ c
-    s: Array  # (N,): by how much each observation is wrong; mostly 0
-    y: Array  # (N,): what is observed
+    c: Array  # (r,): the true theta, the one with the smallest norm, is v @ c
+    s: Array  # (N,): the error of each observation; mostly 0
+    y: Array  # (N,): the observations
 
     @property
     def basis(self) -> Array:
@@ -40,7 +42,7 @@ class Problem:
 
     @property
     def jacobian(self) -> Array:
-        """(N, p): J itself."""
+        """(N, p): J."""
         return self.basis @ self.v.T
 
     @property
@@ -55,21 +57,21 @@ class Problem:
 
     @property
     def wrong(self) -> int:
-        """k: how many observations are wrong."""
+        """k: the number of wrong observations."""
         return int(np.count_nonzero(self.s))
 
 
 @dataclass(frozen=True)
 class Guarantee:
-    """What the paper's proof promises of a problem: recovery for every lambda above `threshold`, or nothing."""
+    """The paper's guarantee for a problem: if it holds, every lambda above `threshold` recovers theta and s."""
 
     coherence: float
     holds: bool  # k^2 r < N / (4 mu)
-    threshold: float  # infinite where it does not hold
+    threshold: float  # infinite if the guarantee does not hold
 
 
-def draw_problem(samples: int, parameters: int, rank: int, wrong: int, generator: np.random.Generator) -> Problem:
-    """J is a product of two Gaussian matrices, N x r and r x p; `wrong` entries of s and all of theta are Gaussian."""
+def random_problem(samples: int, parameters: int, rank: int, wrong: int, generator: np.random.Generator) -> Problem:
+    """J is a product of two Gaussian matrices, N x r and r x p; theta and `wrong` entries of s are Gaussian."""
     check_sizes(samples, parameters, rank, wrong)
     jacobian = generator.standard_normal((samples, rank)) @ generator.standard_normal((rank, parameters))
     theta = generator.standard_normal(parameters)
@@ -79,49 +81,49 @@ def draw_problem(samples: int, parameters: int, rank: int, wrong: int, generator
 
 
 def make_problem(jacobian: Array, theta: Array, s: Array) -> Problem:
-    """The problem of observing J theta + s. The true theta is the shortest that gives the same."""
+    """The problem with observations J theta + s. Its true theta is the shortest one with the same J theta."""
     u, sigma, v = compact_svd(jacobian)
     return Problem(u, sigma, v, v.T @ theta, s, jacobian @ theta + s)
 
 
 def compact_svd(matrix: Array) -> tuple[Array, Array, Array]:
-    """U (N, r), sigma (r,), V (p, r) with matrix = U diag(sigma) V' and r its rank."""
+    """U (N, r), sigma (r,), V (p, r) with matrix = U diag(sigma) V', where r is its rank."""
     u, sigma, vt = np.linalg.svd(matrix, full_matrices=False)
     rank = int((sigma > sigma[0] * max(matrix.shape) * np.finfo(float).eps).sum()) if sigma[0] > 0 else 0
     if rank == 0:
-        raise ProblemError("J is zero: nothing of theta can be observed")
+        raise ProblemError("J is zero: theta cannot be observed")
     return u[:, :rank], sigma[:rank], vt[:rank].T
 
 
 def check_sizes(samples: int, parameters: int, rank: int, wrong: int) -> None:
-    """ProblemError unless such a problem exists."""
+    """Raise ProblemError unless a problem of these sizes exists."""
     for name, value in (("N", samples), ("p", parameters), ("r", rank)):
         if value < 1:
             raise ProblemError(f"{name} = {value}: must be at least 1")
     if not 0 <= wrong <= samples:
-        raise ProblemError(f"k = {wrong}: of N = {samples} observations, at most {samples} can be wrong")
-    if rank > min(samples, parameters):
-        most = min(samples, parameters)
-        raise ProblemError(f"r = {rank}: a matrix of N x p = {samples} x {parameters} has at most rank {most}")
+        raise ProblemError(f"k = {wrong}: must be from 0 to N = {samples}, the number of observations")
+    limit = min(samples, parameters)
+    if rank > limit:
+        raise ProblemError(f"r = {rank}: a matrix of N x p = {samples} x {parameters} has at most rank {limit}")
 
 
 def check_positive(name: str, value: float) -> None:
-    """ProblemError unless it is a finite number above 0."""
+    """Raise ProblemError unless `value` is a finite number above 0."""
     if not (math.isfinite(value) and value > 0):
         raise ProblemError(f"{name} = {value:g}: must be a finite number above 0")
 
 
 def coherence(u: Array) -> float:
-    """mu(J) = N / r max_i |U' e_i|^2, from 1 (all observations weigh the same) to N / r (one stands alone)."""
+    """mu(J) = N / r max_i |U' e_i|^2: from 1 (all observations have the same weight) to N / r (only one counts)."""
     samples, rank = u.shape
     return float(samples / rank * (u**2).sum(axis=1).max())
 
 
 def guarantee(problem: Problem) -> Guarantee:
-    """What the proof of exact recovery gives for this problem.
+    """The paper's guarantee of exact recovery for this problem.
 
-    With a = k sqrt(r mu / N) the null space property holds with rho = a / (1 - a) if a < 1/2, and lambda must then be
-    above 2 (1 + rho) / (1 - rho) |U Sigma^-1 V' theta|_inf. (Half of that would do: the proof leaves out the 1/2 of
+    With a = k sqrt(r mu / N), the null space property holds with rho = a / (1 - a) if a < 1/2, and lambda must then be
+    above 2 (1 + rho) / (1 - rho) |U Sigma^-1 V' theta|_inf. (Half of that is enough: the proof omits the factor 1/2 of
     the objective.)
     """
     mu = coherence(problem.u)
@@ -134,12 +136,12 @@ def guarantee(problem: Problem) -> Guarantee:
 
 
 def relative_error(found: Array, truth: Array) -> float:
-    """|found - truth| / |truth|; where the truth is 0, |found|."""
+    """|found - truth| / |truth|, or |found| if the truth is 0."""
     size = float(np.linalg.norm(truth))
     return float(np.linalg.norm(found - truth)) / (size or 1.0)
 
 
 def relative_difference(one: Array, other: Array) -> float:
-    """|one - other| over the length of the longer; 0 if both are 0."""
+    """|one - other| divided by the larger of the two norms; 0 if both are 0."""
     size = max(float(np.linalg.norm(one)), float(np.linalg.norm(other)))
     return float(np.linalg.norm(one - other)) / (size or 1.0)

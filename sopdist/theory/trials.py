@@ -1,4 +1,4 @@
-"""Independent pieces of work on several processes, with one bar; the results do not depend on how many processes."""
+"""Run independent tasks on several processes. The results do not depend on the number of processes."""
 
 from __future__ import annotations
 
@@ -16,64 +16,65 @@ from typing import TypeVar
 import numpy as np
 from threadpoolctl import threadpool_limits
 
-from ..data.commands.output import progress_bar
+from ..cli.output import progress_bar
 from .problem import ProblemError
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
 
 
-def generator_of(seed: int, *place: int) -> np.random.Generator:
-    """The random numbers of one trial: a function of the seed and of where it stands, not of who draws before."""
-    return np.random.default_rng([seed, *place])
+def trial_generator(seed: int, *key: int) -> np.random.Generator:
+    """The random numbers of one trial: a function of the seed and the trial's key, not of the order of trials."""
+    return np.random.default_rng([seed, *key])
 
 
-def work_off(
+def run_tasks(
     work: Callable[[Task], Result], tasks: Sequence[Task], jobs: int, *, title: str, unit: str
 ) -> list[Result]:
-    """`work` of each task, in their order, on `jobs` processes. It must be a function of a module, or a partial of one.
+    """Call `work` for each task on `jobs` processes; results are in the order of the tasks.
 
-    Tasks that take long should come first: the last ones decide how long the other processes wait.
+    `work` must be a function of a module, or a partial of one. Put slow tasks first: processes without a task wait for
+    the last one.
     """
-    found: list[Result] = []
+    results: list[Result] = []
     with progress_bar(total=len(tasks), desc=title, unit=unit) as bar:
         for result in _results(work, tasks, min(jobs, len(tasks))):
-            found.append(result)
+            results.append(result)
             bar.update()
-    return found
+    return results
 
 
 def _results(work: Callable[[Task], Result], tasks: Sequence[Task], jobs: int) -> Iterable[Result]:
-    alone = partial(_work_alone, work)
+    single_threaded = partial(_run_single_threaded, work)
     if jobs <= 1:
-        yield from map(alone, tasks)
+        yield from map(single_threaded, tasks)
         return
     with _pool(jobs) as pool:
-        with _without_interrupts():  # processes that are started now inherit it: Ctrl-C is for this one alone
-            waiting: list[Future[Result]] = [pool.submit(alone, task) for task in tasks]
+        with _block_interrupts():  # inherited by the processes that start here: only this process handles Ctrl-C
+            futures: list[Future[Result]] = [pool.submit(single_threaded, task) for task in tasks]
         try:
-            for future in waiting:
+            for future in futures:
                 yield future.result()
         except BrokenProcessPool:
-            raise ProblemError("a process was killed, perhaps for want of memory; fewer --jobs need less") from None
+            raise ProblemError("a process was killed, perhaps out of memory; try fewer --jobs") from None
 
 
 @contextmanager
 def _pool(jobs: int) -> Iterator[ProcessPoolExecutor]:
-    # Fresh processes: a fork would copy threads of libraries by half.
-    pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), initializer=_end_with_parent)
+    # Spawned processes: a fork would copy the locks of libraries, but not their threads.
+    pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), initializer=_exit_with_parent)
     try:
         yield pool
     except BaseException:
-        for process in list(pool._processes.values()):  # an interrupt does not wait for what is under way
+        for process in list(pool._processes.values()):  # an interrupt does not wait for running tasks
             process.terminate()
         raise
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _end_with_parent() -> None:
-    """A process that starts others may be killed, and these would wait for work for ever."""
+def _exit_with_parent() -> None:
+    """Exit when the parent process is killed. Without this, a worker would wait for tasks forever."""
 
     def wait() -> None:
         parent = multiprocessing.parent_process()
@@ -84,14 +85,14 @@ def _end_with_parent() -> None:
     threading.Thread(target=wait, daemon=True).start()
 
 
-def _work_alone(work: Callable[[Task], Result], task: Task) -> Result:
-    with threadpool_limits(1):  # the processes are the parallelism; here, where all libraries are loaded
+def _run_single_threaded(work: Callable[[Task], Result], task: Task) -> Result:
+    with threadpool_limits(1):  # the processes are the parallelism; set here, after all libraries are loaded
         return work(task)
 
 
 @contextmanager
-def _without_interrupts() -> Iterator[None]:
-    """One that comes is held back until the end."""
+def _block_interrupts() -> Iterator[None]:
+    """Hold back SIGINT until the end of the block."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         yield

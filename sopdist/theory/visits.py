@@ -1,9 +1,9 @@
-"""`sopdist theory flow`: one label of a real noise table over its visits, by each rule of updating it.
+"""`sopdist theory flow`: one label of a real noise table over its visits, for each update rule.
 
-The network contradicts the label for a while, changes its mind, and contradicts it again. v^2 of the class that it
-says instead starts at 1e-16, should grow to 1 and explain the label away, should shrink when the network comes round,
-and should be able to grow again. Side by side: `flow` with several `visits`; Euler steps of several sizes with the
-paper's projection; the same steps with the clamp of the authors' code. All of them are `sopdist.SOP` itself.
+The network contradicts the label for a while, then agrees with it, then contradicts it again. v^2 of the class that it
+predicts instead starts at 1e-16. It should grow to 1 and flag the label, shrink while the network agrees, and be able
+to grow again. The rules: `flow` with several `visits`; Euler steps of several sizes with the paper's projection; the
+same steps with the clamp of the authors' code. All of them run `sopdist.SOP`.
 """
 
 from __future__ import annotations
@@ -16,27 +16,28 @@ import numpy as np
 import torch
 from matplotlib.figure import Figure
 
-from ..data.commands.output import progress_bar
+from ..cli.output import progress_bar
+from ..cli.units import pluralize
 from ..noise import SOP
-from .arguments import add_common_arguments, counted, leave, open_folder
+from .arguments import add_common_arguments, create_folder, write_results
 from .figures import COLOURS, MARKERS, new_figure
 from .problem import Array
 
 NAME = "flow"
-LABEL, SAID, CLASSES = 0, 1, 10  # the label, and what the network says instead
-VISITS = (2, 4, 8)  # of `flow`
-GAINS = (0.5, 1.0, 1.5, 2.5)  # 4 step = 4 alpha tau: by which share a small v grows in a visit of an Euler step
-ACTIVE = 0.5  # v^2 from which on a label counts as explained away
+LABEL, PREDICTED, CLASSES = 0, 1, 10  # the label, and the class that the network predicts instead
+VISITS = (2, 4, 8)  # settings of `flow`
+GAINS = (0.5, 1.0, 1.5, 2.5)  # 4 step = 4 alpha tau: the relative growth of a small v per visit with Euler steps
+ACTIVE = 0.5  # a label counts as flagged if v^2 is at least this
 _FLOOR = 1e-17
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A way of updating the table."""
+    """An update rule of the table."""
 
     family: str
-    text: str  # for people
-    options: dict[str, Any]  # for SOP
+    text: str  # its setting, as shown
+    options: dict[str, Any]  # of SOP
 
 
 @dataclass(frozen=True)
@@ -62,18 +63,18 @@ RULES = [
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare its options."""
-    add_common_arguments(parser, trials="labels, each with an initial value of its own; the first is drawn (default 5)")
+    """Options of `sopdist theory flow`."""
+    add_common_arguments(parser, trials="labels with different initial values; the first is the thick line (default 5)")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Visit, write."""
-    open_folder(args.out)
+    """Simulate all rules, write figure and numbers."""
+    create_folder(args.out)
     args.trials = args.trials or 5
     phases = (50, 15, 20) if args.quick else (50, 25, 35)  # contradicts, agrees, contradicts again
     traces = []
     for rule in progress_bar(iterable=RULES, desc=NAME, unit="rule"):
-        traces.append(Trace(rule, visit(rule, phases, args.trials, args.seed)))
+        traces.append(Trace(rule, simulate(rule, phases, args.trials, args.seed)))
     rows = [
         {"rule": trace.rule.family, "setting": trace.rule.text, "label": label, "visit": number, "v^2": float(value)}
         for trace in traces
@@ -81,18 +82,18 @@ def run(args: argparse.Namespace) -> int:
         for number, value in enumerate(values)
     ]
     numbers = {"phases": phases, "rules": [summarise(trace, phases) for trace in traces]}
-    leave(NAME, args, draw(traces, phases), rows, numbers, verdict(numbers, args.trials))
+    write_results(NAME, args, plot(traces, phases), rows, numbers, verdict(numbers, args.trials))
     return 0
 
 
-def visit(rule: Rule, phases: tuple[int, ...], trials: int, seed: int) -> Array:
-    """(sum(phases) + 1, trials): v^2 of the class SAID, before and after each visit of `trials` labels."""
+def simulate(rule: Rule, phases: tuple[int, ...], trials: int, seed: int) -> Array:
+    """(sum(phases) + 1, trials): v^2 of the class PREDICTED, before the first visit and after each visit."""
     sop = SOP(num_samples=trials, num_classes=CLASSES, seed=seed, **rule.options)
     index, labels = torch.arange(trials), torch.full((trials,), LABEL)
     squares = [_squares(sop, index)]
     for number, length in enumerate(phases):
         logits = torch.zeros(trials, CLASSES)
-        logits[:, LABEL if number % 2 else SAID] = 10.0
+        logits[:, LABEL if number % 2 else PREDICTED] = 10.0
         for _ in range(length):
             sop(logits, labels, index)
             squares.append(_squares(sop, index))
@@ -100,17 +101,17 @@ def visit(rule: Rule, phases: tuple[int, ...], trials: int, seed: int) -> Array:
 
 
 def _squares(sop: SOP, index: torch.Tensor) -> Array:
-    return np.asarray(sop.table.dense_v(index)[:, SAID].double().square())
+    return np.asarray(sop.table.dense_v(index)[:, PREDICTED].double().square())
 
 
 def summarise(trace: Trace, phases: tuple[int, ...]) -> dict[str, Any]:
-    """How long labels took to be explained away, the median; and what became of the first.
+    """The median number of visits until a label is flagged, and the later course of the first label.
 
-    Lost is a v that is 0: nothing can make it grow again. Stuck is one that did not shrink while the network agreed.
+    "lost": v is 0 and cannot grow again. "stuck": v did not shrink while the network agreed with the label.
     """
     squares = trace.squares[:, 0]
     contradicted, agreed = phases[0], phases[0] + phases[1]
-    until = (trace.squares[: contradicted + 1] >= ACTIVE).argmax(axis=0)  # (trials,); 0: never
+    until = (trace.squares[: contradicted + 1] >= ACTIVE).argmax(axis=0)  # (trials,); 0: never active
     again = squares[agreed:] >= ACTIVE
     return {
         "rule": trace.rule.family, "setting": trace.rule.text,
@@ -123,28 +124,28 @@ def summarise(trace: Trace, phases: tuple[int, ...]) -> dict[str, Any]:
 
 
 def verdict(numbers: dict[str, Any], trials: int) -> str:
-    """One paragraph."""
+    """The result in one paragraph."""
     parts = []
     for family in FAMILIES:
-        told = []
+        results = []
         for rule in (rule for rule in numbers["rules"] if rule["rule"] == family):
             first = rule["visits_until_active"]
             end = f"down to {rule['v2_when_agreed']:.1g}"
             if rule["lost"]:
-                end = "then 0 for ever"
+                end = "then 0 forever"
             elif rule["stuck"]:
                 end = f"stuck at {rule['v2_when_agreed']:.2g}"
-            told.append(f"{rule['setting']}: " + (f"{first:g} visits, {end}" if first else "never"))
-        parts.append(f"{family} ({'; '.join(told)})")
+            results.append(f"{rule['setting']}: " + (f"{first:g} visits, {end}" if first else "never"))
+        parts.append(f"{family} ({'; '.join(results)})")
     return (
-        f"Visits of steady disagreement until v^2 >= {ACTIVE:g} (median of {counted(trials, 'label')}), and where v^2 "
-        f"of the first label is {numbers['phases'][1]} visits after the network has changed its mind: "
+        f"Visits with steady disagreement until v^2 >= {ACTIVE:g} (median of {pluralize(trials, 'label')}), and v^2 of "
+        f"the first label after {numbers['phases'][1]} visits in which the network agrees with it: "
         f"{', '.join(parts)}."
     )
 
 
-def draw(traces: list[Trace], phases: tuple[int, ...]) -> Figure:
-    """A panel for each family, on a logarithmic scale above and a linear one below."""
+def plot(traces: list[Trace], phases: tuple[int, ...]) -> Figure:
+    """One column per family: v^2 on a logarithmic scale above, on a linear scale below."""
     figure, axes = new_figure(2, len(FAMILIES), (11, 6))
     for column, (family, title) in enumerate(FAMILIES.items()):
         for row, panel in enumerate(axes[:, column]):
@@ -154,7 +155,7 @@ def draw(traces: list[Trace], phases: tuple[int, ...]) -> Figure:
                 values = np.maximum(trace.squares, _FLOOR) if row == 0 else trace.squares
                 panel.plot(values[:, 1:], color=COLOURS[i], linewidth=0.4, alpha=0.4)
                 panel.plot(values[:, 0], label=trace.rule.text, **style)
-            panel.set(xlabel="visits", ylabel=r"$v^2$ of the class the network says")
+            panel.set(xlabel="visits", ylabel=r"$v^2$ of the contradicting class")
             if row == 0:
                 panel.set(yscale="log", ylim=(_FLOOR, 20), title=title.replace("`", ""))
                 panel.legend(loc="lower right")

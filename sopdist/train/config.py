@@ -1,21 +1,24 @@
-"""The config of a run: every section in one place, and where configs are found by name.
+"""The config of a run: all its sections, and where configs are found by name.
 
-A section lives beside the code that it configures; this file only puts them together and checks what two sections must
-agree on.
+A section lives beside the code that it configures; this file puts them together and checks what two sections must agree
+on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Any
 
 from .. import config
-from ..config import ConfigError
+from ..config import OneOf
 from ..data.augment.recipes import find_recipe
 from ..data.settings import DataSettings
+from ..errors import ConfigError
+from ..methods import DEFAULT, MethodSettings, make_method, settings_of_methods
 from ..models.settings import ModelSettings
-from ..objectives.settings import ObjectiveSettings
 from .settings import (
     CheckpointSettings,
     EngineSettings,
@@ -26,7 +29,23 @@ from .settings import (
     TrainSettings,
 )
 
-CONFIGS = Path(__file__).parents[2] / "configs"  # of the repository
+
+def _configs_folder() -> Path:
+    """Return the folder of the configs that come with sopdist.
+
+    A wheel has them inside the package. In a checkout they are in the top-level folder `configs/`.
+    """
+    package = Path(__file__).parents[1]
+    installed = package / "configs"
+    return installed if installed.is_dir() else package.parent / "configs"
+
+
+CONFIGS = _configs_folder()
+
+_OLD, _NEW = "objective", "method"  # what the section `method` was called until methods became pluggable
+_logger = logging.getLogger("sopdist.train")
+
+Note = Callable[[str], object]
 
 
 @dataclass(frozen=True)
@@ -36,7 +55,7 @@ class Config:
     run: RunSettings
     data: DataSettings
     model: ModelSettings
-    objective: ObjectiveSettings
+    method: Annotated[MethodSettings, OneOf(settings_of_methods, DEFAULT)]
     optim: OptimSettings
     train: TrainSettings
     engine: EngineSettings
@@ -50,10 +69,11 @@ class Config:
             known = ", ".join(self.evaluate.splits) or "none"
             raise ConfigError(f"evaluate.best = {best!r}: not one of evaluate.splits, which are {known}")
         find_recipe(self.data.recipe)
-        if self.objective.balance and self.train.accumulate > 1:
+        setting = make_method(self.method).full_batch_setting()
+        if setting and self.train.accumulate > 1:
             raise ConfigError(
-                "objective.balance: compares the mean prediction of the whole batch, which train.accumulate > 1 takes "
-                "apart; set one of them to its default"
+                f"method.{setting}: needs the whole batch at once, which train.accumulate > 1 splits; set one of them "
+                "to its default"
             )
 
 
@@ -65,13 +85,53 @@ def find_config(name: str) -> Path:
             if (folder / candidate).is_file():
                 return folder / candidate
     known = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
-    raise ConfigError(f"--cfg {name}: no such file, and no such name in configs/; there is {', '.join(known)}")
+    raise ConfigError(f"--cfg {name}: no such file, and no such name in configs/, which has {', '.join(known)}")
 
 
-def load(name: str, overrides: Sequence[str] = ()) -> Config:
-    """The config of a run from a name or path and `key=value` overrides, checked."""
+def load(name: str, overrides: Sequence[str] = (), note: Note = _logger.warning) -> Config:
+    """The config of a run from a name or path and `key=value` overrides, checked.
+
+    `note` is called with what users should change in files of older versions.
+    """
     path = find_config(name)
-    loaded = config.load_config(Config, path, overrides)
+    loaded = read_config(path, overrides, note)
     if not loaded.run.name:
         loaded = config.changed(loaded, "run.name", path.stem)
     return loaded
+
+
+def read_config(path: Path, overrides: Sequence[str] = (), note: Note = _logger.warning) -> Config:
+    """A config from a file, also from one of an older version, and `key=value` overrides."""
+    current = [_current_key(override, note) for override in overrides]
+
+    def upgraded(tree: dict[Any, Any]) -> dict[Any, Any]:
+        if _OLD in tree:
+            note(f"{path}: the section `{_OLD}:` is called `{_NEW}:` now; please rename it")
+        return upgrade(tree)
+
+    return config.load_config(Config, path, current, upgraded)
+
+
+def upgrade(tree: dict[Any, Any]) -> dict[Any, Any]:
+    """The tree of a config with today's names: `objective`, as the section was called, becomes `method`.
+
+    Keys of another method, which the old section accepted and ignored, are dropped.
+    """
+    if _OLD not in tree:
+        return tree
+    if _NEW in tree:
+        raise ConfigError(f"{_OLD}: and {_NEW}: are the same section; keep {_NEW}:")
+    section = tree[_OLD]
+    if isinstance(section, dict):
+        keys = {name: config.keys_of(kind) for name, kind in settings_of_methods().items()}
+        own = keys.get(section.get("name", DEFAULT), set())
+        foreign = set().union(*keys.values()) - own
+        section = {key: value for key, value in section.items() if key not in foreign}
+    return {_NEW if key == _OLD else key: section if key == _OLD else value for key, value in tree.items()}
+
+
+def _current_key(override: str, note: Note) -> str:
+    if not override.startswith(f"{_OLD}."):
+        return override
+    note(f"{override}: `{_OLD}.*` is called `{_NEW}.*` now")
+    return _NEW + override.removeprefix(_OLD)

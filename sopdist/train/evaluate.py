@@ -1,4 +1,4 @@
-"""Evaluation: top-1 and top-5 of the network on named splits, each sample exactly once, exact over ranks."""
+"""Evaluation: top-1 and top-5 on named splits. Every sample counts exactly once, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..config import ConfigError
 from ..data.remote.transfer import PIPE
 from ..data.settings import DataSettings
 from ..data.stream import Stream
+from ..errors import ConfigError
+from .distributed.world import World
 from .settings import EvaluateSettings
-from .world import World
 
 TOP = 5
 
@@ -23,7 +23,7 @@ _logger = logging.getLogger("sopdist.train")
 
 
 def data_of_split(data: DataSettings, split: str) -> DataSettings:
-    """Where an evaluation split lies: a name is a folder of `data.root`, a path, URL or `pipe:` stands for itself."""
+    """Data settings of an evaluation split: the name of a folder in `data.root`, or a path, URL or `pipe:`."""
     if split.startswith(PIPE) or "/" in split:
         return replace(data, root=split, split="")
     return replace(data, split=split)
@@ -32,7 +32,7 @@ def data_of_split(data: DataSettings, split: str) -> DataSettings:
 def open_evaluations(
     settings: EvaluateSettings, data: DataSettings, classes: tuple[str, ...], batch: int, world: World
 ) -> dict[str, Stream]:
-    """A stream for each named split."""
+    """Open a stream for each named split."""
     streams: dict[str, Stream] = {}
     try:
         for name, split in settings.splits.items():
@@ -41,44 +41,46 @@ def open_evaluations(
             found = streams[name].split.manifest.classes
             if len(found) != len(classes):
                 raise ConfigError(
-                    f"evaluate.splits.{name}: has {len(found)} classes, the training split {len(classes)}"
+                    f"evaluate.splits.{name}: has {len(found)} classes, but the training split has {len(classes)}"
                 )
-            _warn_of_other_names(name, found, classes, world)
+            _warn_about_class_names(name, found, classes, world)
     except BaseException:
         close_all(streams)
         raise
     return streams
 
 
-def _warn_of_other_names(split: str, found: tuple[str, ...], classes: tuple[str, ...], world: World) -> None:
-    """Class 7 here must mean class 7 there. Names may be spelled in two ways, so it is only a warning."""
-    other = [(number, *names) for number, names in enumerate(zip(found, classes, strict=True)) if names[0] != names[1]]
-    if other and world.rank == 0:
-        number, theirs, ours = other[0]
+def _warn_about_class_names(split: str, found: tuple[str, ...], classes: tuple[str, ...], world: World) -> None:
+    """Warn if class names differ: class 7 must mean the same in both splits. A spelling may differ, so no error."""
+    different = [
+        (index, *names) for index, names in enumerate(zip(found, classes, strict=True)) if names[0] != names[1]
+    ]
+    if different and world.rank == 0:
+        index, theirs, ours = different[0]
         _logger.warning(
-            "evaluate.splits.%s: %s of %s classes have other names than in the training split, e.g. class %s is %r "
-            "there and %r here: are they in the same order?",
-            split, len(other), len(classes), number, theirs, ours,
+            "evaluate.splits.%s: %s of %s classes are named differently in the training split, e.g. class %s is %r "
+            "here and %r there: are they in the same order?",
+            split, len(different), len(classes), index, theirs, ours,
         )  # fmt: skip
 
 
 def close_all(streams: Mapping[str, Stream]) -> None:
-    """Stop the streams' threads."""
+    """Stop the threads of the streams."""
     for stream in streams.values():
         stream.close()
 
 
 def evaluate(forward: Callable[[Tensor], Tensor], stream: Stream, world: World) -> dict[str, float]:
-    """Top-1, top-5 (where there are more classes than that) and mean cross-entropy over all samples of the split.
+    """Return top-1, top-5 (with more than 5 classes) and mean cross-entropy over all samples of the split.
 
-    `forward` makes logits of images. Every rank sees its part; sums are taken over ranks.
+    `forward` computes logits from images. Each rank evaluates its part; the sums are reduced over ranks.
     """
     return rates(world.sum(count(forward, stream, world.device)), len(stream.split.manifest.classes))
 
 
 @torch.no_grad()
 def count(forward: Callable[[Tensor], Tensor], stream: Stream, device: torch.device) -> list[float]:
-    """Sums over this rank's part of the split: top-1 hits, top-5 hits, loss, weight. Gaps have weight 0."""
+    """Sums over this rank's part of the split: top-1 hits, top-5 hits, loss, weight. Padding has weight 0."""
     sums = torch.zeros(4, dtype=torch.float64, device=device)
     classes = len(stream.split.manifest.classes)
     for batch in stream.epoch():
@@ -96,7 +98,7 @@ def count(forward: Callable[[Tensor], Tensor], stream: Stream, device: torch.dev
 
 
 def rates(sums: Sequence[float], classes: int) -> dict[str, float]:
-    """What the sums over all ranks come to, a sample."""
+    """Turn the sums over all ranks into metrics per sample."""
     top1, top5, lost, total = sums
     found = {"top1": top1 / max(total, 1.0), "loss": lost / max(total, 1.0), "samples": total}
     return found | ({"top5": top5 / max(total, 1.0)} if classes > TOP else {})

@@ -1,96 +1,94 @@
-"""What a run will take, by arithmetic alone: steps, bytes of the noise table, of the exchange, of the network's engine.
+"""Cost of a run: steps, and bytes of the sample tables, the exchange and the engine.
 
-Nothing is read and nothing is built here: the sizes of the data and of the network come in as numbers, so any world
-size can be asked about on any machine.
+Pure arithmetic on the given sizes of data and network: it reads no files and builds no network, so it works for any
+world size on any machine.
 
-Two ranks, train.batch = 5, 12 samples of 3 classes in a dense table: 3 steps an epoch; rank 0 computes 2 samples of a
-step, rank 1 the other 3; each owns 6 rows of 28 bytes; half of a step's samples, 2.5, are owned by the other rank, so
-2.5 x 16 bytes of rows go there and 2.5 x 20 bytes of facts come back.
+Two ranks, train.batch = 5, 12 samples of 3 classes in a dense noise table: 3 steps per epoch; rank 0 computes 2 samples
+of a step, rank 1 the other 3; each owns 6 rows of 28 bytes; half of a step's samples, 2.5 on average, are owned by the
+other rank, so 2.5 x 16 bytes of rows are sent and 2.5 x 20 bytes of facts return.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ..config import ConfigError
 from ..data.plan import rank_columns
-from ..noise.exchange import FACT_WIRE_BYTES, row_wire_bytes
-from ..noise.rates import Forecast, Rates, make_rates
-from ..noise.rows import Layout, choose_layout, row_bytes
-from ..objectives.settings import ObjectiveSettings
-from .acceleration import resolve_kind
+from ..errors import ConfigError
+from ..methods import Cost, Method, Outlook
 from .config import Config
+from .distributed.accelerator import resolve_kind
 from .optim import learning_rate
 from .settings import OptimSettings
 
-_FLOAT = 4  # bytes: weights, gradients and optimizer state are float32 whatever engine.precision computes in
+_FLOAT = 4  # bytes: weights, gradients and optimizer state are float32 for every engine.precision
 
 
 @dataclass(frozen=True)
 class DataSizes:
-    """What must be known of the data."""
+    """Sizes of the data."""
 
     samples: int
     classes: int
-    epoch_samples: int  # seen in an epoch: all, or those of data.balanced_per_epoch
-    evaluation: Mapping[str, int | None]  # samples of each split of evaluate.splits; none: not known
+    epoch_samples: int  # per epoch: all, or those of data.balanced_per_epoch
+    evaluation: Mapping[str, int | None]  # samples of each split of evaluate.splits; None: unknown
 
 
 @dataclass(frozen=True)
 class NetworkSizes:
-    """What must be known of the network."""
+    """Sizes of the network."""
 
     parameters: int
-    trained: int  # of these
+    trained: int  # trainable parameters
     nbytes: int  # of parameters and buffers
 
 
 @dataclass(frozen=True)
 class Steps:
-    """How long the run is."""
+    """Length of the run."""
 
     epoch: int
     total: int
-    epochs: float  # that total comes to: train.max_steps may end a run early
-    last: int  # samples of an epoch's last step
+    epochs: float  # that `total` steps amount to: train.max_steps may stop a run early
+    last: int  # samples in the last step of an epoch
 
 
 @dataclass(frozen=True)
 class Share:
-    """How many ranks compute how many samples of a step."""
+    """A group of ranks that compute the same number of samples per step."""
 
     ranks: int
     samples: int
-    piece: int  # samples that go through the network at a time
+    micro_batch: int  # samples per forward pass
 
 
 @dataclass(frozen=True)
 class Table:
-    """The noise table."""
+    """A sample table of the method."""
 
-    layout: Layout
+    name: str
+    layout: str
     row_bytes: int
-    nbytes: int  # on all ranks together
-    rank_bytes: int  # on the rank that has most
+    nbytes: int  # over all ranks
+    rank_bytes: int  # on the rank with the most rows
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """What the exchange sends. Only samples whose owner is another rank travel, so a step's bytes are a mean."""
+    """Data sent by the exchange. Only rows owned by another rank are sent, so bytes per step are a mean."""
 
-    travelling: float  # share of the samples
-    row_bytes: int  # of a travelling sample: its row, from the owner
-    fact_bytes: int  # of a travelling sample: what the owner is told
-    step_bytes: float  # there and back, over all ranks
+    travelling: float  # fraction of the samples whose row is sent
+    row_bytes: int  # per row sent: the row, from its owner
+    fact_bytes: int  # per row sent: the facts, back to the owner
+    step_bytes: float  # both directions, over all ranks
     rank_bytes: float  # of that, sent by one rank
-    of_dense: float  # against dense rows there and back
+    of_dense: float  # relative to dense rows in both directions
 
 
 @dataclass(frozen=True)
 class Rate:
-    """Where the learning rate changes its course."""
+    """The learning rate at one step of the schedule."""
 
     step: int
     lr: float
@@ -108,7 +106,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Engine:
-    """Bytes of the network on one rank. Activations and buffers of communication come on top."""
+    """Bytes of the network on one rank, without activations and communication buffers."""
 
     name: str
     weights: int
@@ -117,12 +115,12 @@ class Engine:
 
     @property
     def nbytes(self) -> int:
-        """All three together."""
+        """The sum of all three."""
         return self.weights + self.gradients + self.optimizer
 
 
 def steps_of(config: Config, data: DataSizes) -> Steps:
-    """Optimizer steps of an epoch and of the run."""
+    """Optimizer steps per epoch and of the run."""
     train = config.train
     epoch = -(-data.epoch_samples // train.batch)
     total = min(epoch * train.epochs, train.max_steps or epoch * train.epochs)
@@ -130,80 +128,66 @@ def steps_of(config: Config, data: DataSizes) -> Steps:
 
 
 def check_ranks(config: Config, ranks: int) -> None:
-    """Can the config be run by so many ranks?"""
+    """ConfigError if the config cannot run on this many ranks."""
     batch, evaluation = config.train.batch, config.evaluate.batch or config.train.batch
     if ranks > batch:
         raise ConfigError(
-            f"train.batch = {batch}: no sample a step for some of {ranks} ranks; raise it to {ranks} or more, "
-            f"or take {batch} ranks or fewer"
+            f"train.batch = {batch}: less than one sample per step for some of {ranks} ranks; raise it to {ranks} or "
+            f"more, or use at most {batch} ranks"
         )
     if config.evaluate.splits and ranks > evaluation:
-        raise ConfigError(f"evaluate.batch = {evaluation}: no sample at a time for some of {ranks} ranks; raise it")
+        raise ConfigError(f"evaluate.batch = {evaluation}: less than one sample for some of {ranks} ranks; raise it")
     resolve_kind(config.engine, ranks)
     fewest = batch // ranks
     if fewest < config.train.accumulate:
         raise ConfigError(
-            f"train.accumulate = {config.train.accumulate}: some of {ranks} ranks have {fewest} samples of a step, "
-            f"which cannot be cut into more pieces; train.batch is {batch}"
+            f"train.accumulate = {config.train.accumulate}: some of {ranks} ranks have {fewest} samples per step, "
+            f"which cannot be split into more micro-batches; train.batch is {batch}"
         )
 
 
 def shares_of(config: Config, ranks: int) -> list[Share]:
-    """How a step's samples are dealt to the ranks: equal parts, or two kinds that differ by one."""
+    """How the samples of a step are split over ranks: equal parts, or two sizes that differ by one."""
     spans = [rank_columns(config.train.batch, rank, ranks) for rank in range(ranks)]
     widths = [span.stop - span.start for span in spans]
-    pieces = config.train.accumulate
-    return [Share(widths.count(width), width, -(-width // pieces)) for width in sorted(set(widths), reverse=True)]
+    micro_batches = config.train.accumulate
+    return [
+        Share(widths.count(width), width, -(-width // micro_batches)) for width in sorted(set(widths), reverse=True)
+    ]
 
 
-def table_of(objective: ObjectiveSettings, data: DataSizes, ranks: int) -> Table | None:
-    """The noise table; plain cross-entropy has none."""
-    if objective.name == "ce":
-        return None
-    slots = min(objective.slots, data.classes)
-    layout = objective.layout
-    if layout == "auto":
-        layout = choose_layout(data.samples, data.classes, objective.slots)
-    a_row = row_bytes(layout, data.classes, slots)
-    return Table(layout, a_row, data.samples * a_row, -(-data.samples // ranks) * a_row)
+def tables_of(cost: Cost, data: DataSizes, ranks: int) -> list[Table]:
+    """The sample tables of the method."""
+    rows = -(-data.samples // ranks)
+    return [
+        Table(table.name, table.layout, table.row_bytes, data.samples * table.row_bytes, rows * table.row_bytes)
+        for table in cost.tables
+    ]
 
 
-def traffic_of(config: Config, data: DataSizes, table: Table | None, ranks: int) -> Traffic | None:
-    """The exchange; one rank has none."""
-    if table is None or ranks == 1:
+def traffic_of(config: Config, cost: Cost, ranks: int) -> Traffic | None:
+    """The exchange of all tables together; None on one rank, or without tables."""
+    if not cost.tables or ranks == 1:
         return None
     travelling = (ranks - 1) / ranks
-    row = row_wire_bytes(table.layout, data.classes, config.objective.slots)
-    step = config.train.batch * travelling * (row + FACT_WIRE_BYTES)
-    dense = 2 * row_wire_bytes("dense", data.classes)
-    return Traffic(travelling, row, FACT_WIRE_BYTES, step, step / ranks, (row + FACT_WIRE_BYTES) / dense)
+    sent = sum(table.sent_bytes for table in cost.tables)
+    returned = sum(table.returned_bytes for table in cost.tables)
+    dense = sum(table.dense_bytes for table in cost.tables)
+    step = config.train.batch * travelling * (sent + returned)
+    return Traffic(travelling, sent, returned, step, step / ranks, (sent + returned) / dense)
 
 
-def rates_of(objective: ObjectiveSettings, lr: float) -> Rates:
-    """The rates of u and v that the objective asks for; `lr` is what the variant `paper` multiplies its own with."""
-    given = {"visits": objective.visits, "alpha_u": objective.alpha_u, "alpha_v": objective.alpha_v}
-    given |= {"lr_u": objective.lr_u, "lr_v": objective.lr_v, "batch_size": objective.lr_batch}
-    given["tau"] = lr if objective.variant == "paper" else None
-    try:
-        return make_rates(objective.variant, {name: value for name, value in given.items() if value is not None})
-    except ValueError as error:
-        raise ConfigError(f"objective: {error}") from None
+def outlook_of(config: Config, method: Method, data: DataSizes, steps: Steps) -> Outlook | None:
+    """Whether the method can act on a label within the visits that a sample gets during the run."""
+    return method.outlook(steps.epochs * data.epoch_samples / data.samples, config.optim.lr)
 
 
-def activation_of(config: Config, data: DataSizes, steps: Steps) -> Forecast | None:
-    """After how many visits a label is explained away, and how many visits of a sample the run makes."""
-    if config.objective.name == "ce":
-        return None
-    rates = rates_of(config.objective, config.optim.lr)
-    return Forecast(rates.visits_to_activate(), steps.epochs * data.epoch_samples / data.samples, rates)
-
-
-def course_of(optim: OptimSettings, steps: Steps) -> list[Rate]:
-    """Where the learning rate begins, turns and ends, in steps."""
+def schedule_of(optim: OptimSettings, steps: Steps) -> list[Rate]:
+    """The learning rate at the start, at each change, and at the end."""
     warm = optim.warmup_epochs * steps.epoch
-    events = {0: "warm-up begins" if warm else "start"}
+    events = {0: "warm-up starts" if warm else "start"}
     if warm:
-        events[math.ceil(warm)] = "after the warm-up"
+        events[math.ceil(warm)] = "after warm-up"
     if optim.schedule == "multistep":
         events |= {round(milestone * steps.epoch): f"epoch {milestone:g}" for milestone in optim.milestones}
     events[steps.total - 1] = "last step"
@@ -215,7 +199,7 @@ def course_of(optim: OptimSettings, steps: Steps) -> list[Rate]:
 
 
 def evaluations_of(config: Config, data: DataSizes) -> list[Evaluation]:
-    """The splits that are evaluated, and in how many steps."""
+    """The evaluation splits, and their steps."""
     batch = config.evaluate.batch or config.train.batch
     return [
         Evaluation(name, samples, None if samples is None else -(-samples // batch))
@@ -224,31 +208,32 @@ def evaluations_of(config: Config, data: DataSizes) -> list[Evaluation]:
 
 
 def engine_of(config: Config, network: NetworkSizes, ranks: int) -> Engine:
-    """Bytes of weights, gradients and optimizer state on the rank that has most.
+    """Bytes of weights, gradients and optimizer state on the rank with the most.
 
-    ZeRO 1 and 2 keep a second copy of the weights of their partition, which the optimizer works on.
+    ZeRO 1 and 2 keep a second copy of the weights in their partition, which the optimizer updates.
     """
     zero = config.engine.zero
     kind = resolve_kind(config.engine, ranks)
     name = f"deepspeed, ZeRO {zero}" if kind == "deepspeed" else kind
-    whole, part = network.trained, -(-network.trained // ranks)
+    full, part = network.trained, -(-network.trained // ranks)
     copies = 1 if zero in (1, 2) else 0
-    fixed = network.nbytes - _FLOAT * whole
+    fixed = network.nbytes - _FLOAT * full
     return Engine(
         name,
-        weights=fixed + _FLOAT * (part if zero == 3 else whole),
-        gradients=_FLOAT * (part if zero >= 2 else whole),
-        optimizer=_FLOAT * (part if zero else whole) * (_optimizer_floats(config.optim) + copies),
+        weights=fixed + _FLOAT * (part if zero == 3 else full),
+        gradients=_FLOAT * (part if zero >= 2 else full),
+        optimizer=_FLOAT * (part if zero else full) * (_optimizer_floats(config.optim) + copies),
     )
 
 
-def checkpoint_bytes(config: Config, network: NetworkSizes, table: Table | None) -> int:
-    """One checkpoint, whatever the number of ranks: network, optimizer state, noise table."""
-    return network.nbytes + _FLOAT * network.trained * _optimizer_floats(config.optim) + (table.nbytes if table else 0)
+def checkpoint_bytes(config: Config, network: NetworkSizes, tables: Sequence[Table]) -> int:
+    """Bytes of one checkpoint, for any number of ranks: network, optimizer state, sample tables."""
+    rows = sum(table.nbytes for table in tables)
+    return network.nbytes + _FLOAT * network.trained * _optimizer_floats(config.optim) + rows
 
 
 def _optimizer_floats(optim: OptimSettings) -> int:
-    """Numbers that the optimizer keeps for each weight."""
+    """Floats of optimizer state per weight."""
     if optim.name == "adamw":
         return 2
     return 1 if optim.momentum else 0

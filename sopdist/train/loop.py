@@ -1,112 +1,93 @@
 """The training loop.
 
-    for each row of the plan: rows of the noise table come in a step ahead -> network -> loss -> facts go back to the
-    rows' owners during the backward pass -> optimizer
+    for each batch of the plan: rows of sample tables arrive one step ahead -> network -> loss -> facts return to the
+    owners of the rows during the backward pass -> optimizer
 
-A rank's loss is scaled so that the mean over the ranks, which the engine takes, is the mean over all samples of the
-batch that count: so the number of ranks does not change what is computed.
+A rank's loss is scaled so that the mean over ranks, which the engine takes, is the mean over all samples of the batch
+that count: the number of ranks does not change what is computed.
 """
 
 from __future__ import annotations
 
-import logging
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
-from ..data.batch import Batch
-from .checkpoint import Saver
+from .distributed.stop_requests import PreemptedError
 from .epoch_end import end_epoch
 from .nonfinite import NonFiniteGuard
 from .optim import learning_rate
-from .preemption import PreemptedError
+from .progress import Progress
+from .record.reporter import Reporter
+from .saving.saver import Saver
 from .session import Session
-from .telling import tell_steps
-
-_logger = logging.getLogger("sopdist.train")
 
 
-def train(session: Session, saver: Saver) -> None:
-    """Train from `session.step` to the end, or until somebody asks to stop: PreemptedError, when all is saved."""
-    config, world, engine, objective = session.config, session.world, session.engine, session.objective
-    stream, tally, clock = session.stream, session.tally, session.clock
-    guard = NonFiniteGuard(session)
+class Signals(NamedTuple):
+    """What all ranks sum in every step, besides gradients."""
+
+    weight: float  # of the samples of the batch
+    nonfinite: float  # samples of the step before that were not finite
+    stop: float  # ranks that were asked to stop
+    save: float  # ranks that want a checkpoint
+
+
+def train(session: Session, progress: Progress, reporter: Reporter, saver: Saver) -> None:
+    """Train from `progress.step` to the end, or until a stop is requested: PreemptedError, after saving."""
+    config, world, engine, method, stream = (
+        session.config, session.world, session.engine, session.method, session.stream,
+    )  # fmt: skip
+    guard = NonFiniteGuard(session, progress)
     steps, total_steps = stream.steps, session.total_steps
-    stop_asked = save_due = 0.0
-    clock.lap()  # what came before the first step is no part of it
+    every = config.checkpoint.steps
+    reporter.clock.lap()  # time before the first step does not belong to it
 
-    for epoch in range(session.step // steps, config.train.epochs):
-        if session.step >= total_steps:
+    for epoch in range(progress.step // steps, config.train.epochs):
+        if progress.step >= total_steps:
             break
         plan = stream.plan(epoch)
-        rows = plan.rows  # (steps, batch): every rank knows what all ranks see
-        start = session.step - epoch * steps
-        stop = min(steps, total_steps - epoch * steps)
+        start, stop = progress.step - epoch * steps, min(steps, total_steps - epoch * steps)
+        signals, save = Signals(0, 0, 0, 0), False
         engine.train()
-        objective.expect(rows[start])
-        for row, batch in zip(range(start, stop), clock.timed("data", stream.epoch(epoch, start)), strict=False):
-            torch.manual_seed(seed_of(session))
-            rate = learning_rate(config.optim, session.step, steps, total_steps)
-            engine.set_lr(rate)
-            objective.set_rate(rate)
-            sums = world.begin_sum([float(batch.weight.sum()), guard.previous(), *session.requests.now()])
-            if row + 1 < stop:
-                objective.expect(rows[row + 1])
-            here = batch.to(world.device)
-            for number, piece in enumerate(here.pieces(config.train.accumulate), 1):
-                with engine.piece(last=number == config.train.accumulate):
-                    logits, logits2 = both_views(session, piece)
-                    loss = objective.loss(logits, piece, logits2)
-                    guard.watch(piece, tally.add(logits, loss, piece, truth_of(session, piece), logits2))
-                    weight, nonfinite, stop_asked, save_due = sums.result()
-                    engine.backward(loss * (world.size / max(weight, 1.0)))
+        method.begin_epoch(epoch)
+        method.prefetch(plan.batches[start])  # (steps, batch): every rank knows the samples of all ranks
+        batches = reporter.clock.timed("data", stream.epoch(epoch, start))
+        for position, batch in zip(range(start, stop), batches, strict=False):
+            torch.manual_seed(dropout_seed(config.run.seed, progress.step, world.rank))
+            lr = learning_rate(config.optim, progress.step, steps, total_steps)
+            engine.set_lr(lr)
+            method.set_lr(lr)
+            reduced = world.start_sum([float(batch.weight.sum()), guard.previous(), *session.requests.now()])
+            if position + 1 < stop:
+                method.prefetch(plan.batches[position + 1])
+            on_device = batch.to(world.device)
+            for number, micro_batch in enumerate(on_device.micro_batches(config.train.accumulate), 1):
+                with engine.micro_batch(last=number == config.train.accumulate):
+                    output = method.step(engine.forward, micro_batch)
+                    guard.watch(micro_batch, reporter.add(micro_batch, output))
+                    signals = Signals(*reduced.result())
+                    engine.backward(output.loss * (world.size / max(signals.weight, 1.0)))
             engine.step()
-            objective.settle()
-            guard.check(nonfinite)
-            session.step += 1
-            if session.journal is not None:
-                session.journal.advance(session.step)
-            if session.step % config.log.every == 0 or row + 1 == stop:
-                tell_steps(session, epoch, rate, stream.allowed_bad(plan))
-            saver.look()
-            save_due += config.checkpoint.steps > 0 and session.step % config.checkpoint.steps == 0
-            if row + 1 < stop and (stop_asked or save_due):
+            method.flush()
+            guard.check(signals.nonfinite)
+            progress.step += 1
+            reporter.advance()
+            if progress.step % config.log.every == 0 or position + 1 == stop:
+                reporter.report_steps(epoch, lr, stream.allowed_bad(plan))
+            saver.poll()
+            save = bool(signals.save or signals.stop or (every and progress.step % every == 0))
+            if save and position + 1 < stop:
                 guard.flush()
-                save_within_epoch(session, saver)
-                if stop_asked:
-                    objective.drain()
+                saver.save()
+                if signals.stop:
+                    method.discard_prefetched()
                     raise PreemptedError
         guard.flush()
-        end_epoch(session, saver, epoch, save=bool(stop_asked or save_due))
-        if stop_asked and session.step < total_steps:
+        end_epoch(session, progress, reporter, saver, epoch, save=save)
+        if signals.stop and progress.step < total_steps:
             raise PreemptedError
 
 
-def save_within_epoch(session: Session, saver: Saver) -> None:
-    """Between two steps. Collective."""
-    if session.nonfinite_streak:  # a network that is breaking apart is nothing to go on from
-        if session.world.rank == 0:
-            _logger.warning("step %s is NOT SAVED: it is not finite", session.step)
-        return
-    with session.clock.part("checkpoint"):
-        saver.save()
-
-
-def both_views(session: Session, piece: Batch) -> tuple[Tensor, Tensor | None]:
-    """Logits of one or two views, which go through the network together."""
-    if piece.images2 is None:
-        return session.engine.forward(piece.images), None
-    logits = session.engine.forward(torch.cat([piece.images, piece.images2]))
-    return logits.tensor_split(2)  # type: ignore[return-value]
-
-
-def seed_of(session: Session) -> int:
-    """For what is random in the network (dropout): the same on a resume, different on every rank and step."""
-    return ((session.config.run.seed * 1_000_003 + session.step) * 1_000_003 + session.world.rank) % 2**63
-
-
-def truth_of(session: Session, piece: Batch) -> Tensor | None:
-    """The clean labels of a piece, -1 where unknown."""
-    if session.truth is None:
-        return None
-    return session.truth[piece.index]
+def dropout_seed(seed: int, step: int, rank: int) -> int:
+    """Seed of random layers in the network: the same after a resume, different for every rank and step."""
+    return ((seed * 1_000_003 + step) * 1_000_003 + rank) % 2**63

@@ -1,4 +1,4 @@
-"""The optimizer, and its learning rate as a function of the step. Knows no network architecture, keeps no state."""
+"""The optimizer, and the learning rate as a function of the step. Stateless; independent of the architecture."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .settings import OptimSettings
 
 
 def make_optimizer(settings: OptimSettings, network: nn.Module) -> Optimizer:
-    """SGD or AdamW over all parameters that are trained. Weight decay makes no exceptions, as in the paper."""
+    """SGD or AdamW over all trainable parameters. Weight decay applies to all of them, as in the paper."""
     parameters = [parameter for parameter in network.parameters() if parameter.requires_grad]
     if settings.name == "sgd":
         return torch.optim.SGD(
@@ -24,10 +24,10 @@ def make_optimizer(settings: OptimSettings, network: nn.Module) -> Optimizer:
 
 
 def learning_rate(settings: OptimSettings, step: int, steps_per_epoch: int, total_steps: int) -> float:
-    """The rate of optimizer step `step`, which counts from 0 over all epochs.
+    """Learning rate of optimizer step `step`, which counts from 0 over all epochs.
 
-    During a warm-up of w steps, step t has (t + 1) / w of what the schedule says; the schedule itself runs from step 0.
-    With cosine, step `total_steps` would have the final rate.
+    During a warm-up of w steps, step t uses (t + 1) / w of the scheduled rate. The schedule itself starts at step 0.
+    With cosine, step `total_steps` would use the final rate.
     """
     warmup = settings.warmup_epochs * steps_per_epoch
     return _scheduled(settings, step, steps_per_epoch, total_steps) * (min(1.0, (step + 1) / warmup) if warmup else 1.0)

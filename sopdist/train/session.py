@@ -1,82 +1,68 @@
-"""A session: everything that the loop needs, put together from a config, with every mistake found before the first
-step and told by all ranks as one."""
+"""A session: what a run consists of on this rank, built from a config before the first step.
+
+Whatever is wrong is found here and raised identically on every rank. How far the run is lives in `progress.py`.
+"""
 
 from __future__ import annotations
 
-import time
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
 import torch
 from torch import Tensor, nn
 
-from ..config import ConfigError, to_tree
-from ..data.augment.policy import Policy
 from ..data.augment.recipes import find_recipe
-from ..data.errors import DataError
 from ..data.plan import rank_columns
 from ..data.settings import DataSettings
 from ..data.stream import Stream
+from ..errors import ConfigError, DataError
+from ..methods import Method, Setup, make_method
 from ..models import make_model
-from ..noise.exchange import ExchangeStats
-from ..objectives import Objective, make_objective
-from .clock import Clock
 from .config import Config
-from .engine import Engine
+from .distributed.stop_requests import Requests
+from .distributed.world import World
+from .engine import Engine, make_engine
 from .evaluate import close_all, open_evaluations
-from .journal import Journal
 from .optim import make_optimizer
-from .preemption import Requests
-from .run_folder import find_run, lock_run, open_run
+from .record.run_folder import find_run, lock_run
+from .saving.fingerprint import fingerprint_of
 from .settings import LogSettings
-from .tally import Tally
-from .world import World
 
 
 @dataclass(frozen=True)
-class Claim:
-    """A run's folder that no other process works on, until the lock is closed."""
+class RunLock:
+    """The folder of a run, and the lock that keeps other processes out until it is closed."""
 
     folder: Path
-    lock: IO[str] | None  # rank 0 holds it
+    file: IO[str] | None  # held by rank 0
 
     def close(self) -> None:
-        """Let others have it."""
-        if self.lock is not None:
-            self.lock.close()
+        """Release the lock."""
+        if self.file is not None:
+            self.file.close()
 
 
-@dataclass
+@dataclass(frozen=True)
 class Session:
     """The parts of a run on this rank."""
 
     config: Config
     world: World
-    folder: Path
+    lock: RunLock
     stream: Stream
     evaluations: dict[str, Stream]
     engine: Engine
-    objective: Objective
-    truth: Tensor | None  # (N,) on the device: the clean labels, -1 where unknown, if there are any
-    journal: Journal | None  # rank 0 writes it
-    clock: Clock
-    tally: Tally
+    method: Method
+    clean_labels: Tensor | None  # (N,) on the device, -1 where unknown, if the split has them
     requests: Requests
-    claim: Claim  # of the run's folder
-    step: int = 0  # optimizer steps done
-    best: float = -1.0  # top-1 of the best network so far
-    best_step: int = -1  # and after which step that was
-    exchanged: ExchangeStats = field(default_factory=ExchangeStats)  # as it was last told
-    nonfinite_streak: int = 0  # steps in a row, up to now, with samples that are not finite
-    unreadable: int = 0  # samples of all ranks in earlier epochs
-    unreadable_before: int = 0  # samples of this rank before the run was resumed
-    failed_saves: int = 0
-    network_lost: bool = False  # the network of the last step could not be saved
-    carried_samples: int = 0  # of this rank, in the tally since before the run was resumed
-    fingerprint: dict[str, Any] = field(default_factory=dict)  # made when it is first needed
-    started: float = 0.0
+    fingerprint: dict[str, Any]  # what must not change on resume
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the run."""
+        return self.lock.folder
 
     @property
     def total_steps(self) -> int:
@@ -84,70 +70,67 @@ class Session:
         steps = self.config.train.epochs * self.stream.steps
         return min(steps, self.config.train.max_steps or steps)
 
-    def unreadable_here(self) -> int:
-        """Samples of this rank that could not be read so far."""
-        return self.unreadable_before + self.stream.stats().bad
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """The names of the classes."""
+        return self.stream.split.manifest.classes
+
+    @property
+    def engine_name(self) -> str:
+        """How the network is distributed, for users."""
+        kind = self.world.kind
+        return f"deepspeed, ZeRO {self.config.engine.zero}" if kind == "deepspeed" else kind
 
     def close(self) -> None:
-        """Stop all threads and close all files; nothing is sent to other ranks."""
+        """Stop all threads and close all files; sends nothing to other ranks."""
         self.stream.close()
         close_all(self.evaluations)
-        self.claim.close()
+        self.lock.close()
 
 
-def claim_run(config: Config, world: World, *, resume: bool) -> Claim:
-    """Make the run's folder, if it is not there, and lock it. Collective."""
-    folder = Path(world.on_first(lambda: str(find_run(config, resume=resume))))
-    return Claim(folder, world.agree(lambda: lock_run(folder) if world.rank == 0 else None))
+def lock_run_folder(config: Config, world: World, *, resume: bool) -> RunLock:
+    """Create the folder of the run, if it does not exist, and lock it. Collective."""
+    folder = Path(world.on_rank0(lambda: str(find_run(config, resume=resume))))
+    return RunLock(folder, world.on_all_ranks(lambda: lock_run(folder) if world.rank == 0 else None))
 
 
-def open_session(config: Config, world: World, requests: Requests, claim: Claim) -> Session:
-    """Put everything together; whatever is wrong on any rank, all ranks raise the same, and the claim is given up."""
+def open_session(config: Config, world: World, requests: Requests, lock: RunLock) -> Session:
+    """Build everything. If anything fails on any rank, every rank raises the same error, and the lock is released."""
+    method = make_method(config.method)
     with ExitStack() as opened:
-        opened.callback(claim.close)
+        opened.callback(lock.close)
         data = data_for_rank(config.data, world)
-        stream = world.agree(lambda: _open_stream(config, data, world))
+        stream = world.on_all_ranks(lambda: _open_stream(config, data, world, method))
         opened.callback(stream.close)
         classes = stream.split.manifest.classes
         batch = config.evaluate.batch or config.train.batch
-        evaluations = world.agree(lambda: open_evaluations(config.evaluate, data, classes, batch, world))
+        evaluations = world.on_all_ranks(lambda: open_evaluations(config.evaluate, data, classes, batch, world))
         opened.callback(close_all, evaluations)
-        model = world.agree(lambda: _make_model(config, stream))
-        # Not inside of `agree`: it talks to other ranks itself, and must not begin if one of them cannot. What it
-        # refuses, it refuses on all of them.
-        engine = _make_engine(config, world, model)
-        group = world.new_group()
-        sizes = {"samples": len(stream.split), "classes": len(classes), "seed": config.run.seed}
-        objective = world.agree(lambda: make_objective(config.objective, **sizes, device=world.device, group=group))
-        truth = world.agree(lambda: _truth(stream, config.log.clean, world.device))
+        network = world.on_all_ranks(lambda: _build_network(config, method, len(classes)))
+        # The engine and the method talk to other ranks themselves: not inside `on_all_ranks`, which would leave the
+        # others waiting if it failed on one. They refuse the same things on every rank.
+        engine = _make_engine(config, world, network)
+        method.start(Setup(len(stream.split), len(classes), config.run.seed, world.device, world.new_group()))
+        clean = world.on_all_ranks(lambda: _clean_labels(stream, config.log.clean, world.device))
         opened.pop_all()
-    return Session(
-        config, world, claim.folder, stream, evaluations, engine, objective, truth,
-        journal=None, clock=Clock(), tally=Tally(world.device), requests=requests, claim=claim, started=time.time(),
-    )  # fmt: skip
+    fingerprint = fingerprint_of(config, stream, method)
+    return Session(config, world, lock, stream, evaluations, engine, method, clean, requests, fingerprint)
 
 
-def _open_stream(config: Config, data: DataSettings, world: World) -> Stream:
-    strong = Policy() if config.objective.consistency > 0 else None
-    stream = Stream(data, config.train.batch, config.run.seed, rank=world.rank, world_size=world.size, strong=strong)
+def _open_stream(config: Config, data: DataSettings, world: World, method: Method) -> Stream:
+    stream = Stream(
+        data,
+        config.train.batch,
+        config.run.seed,
+        rank=world.rank,
+        world_size=world.size,
+        strong=method.second_view(),
+    )
     if stream.steps < 1:
         classes, balanced = len(stream.split.manifest.classes), config.data.balanced_per_epoch
         stream.close()
         raise ConfigError(f"data.balanced_per_epoch = {balanced}: fewer than one sample for each of {classes} classes")
     return stream
-
-
-def begin_record(session: Session, *, resume: bool) -> None:
-    """Write the config and open the journal. Collective; last, so that a start that fails leaves an older run alone."""
-    session.journal = session.world.agree(lambda: _open_journal(session, resume) if session.world.rank == 0 else None)
-
-
-def _open_journal(session: Session, resume: bool) -> Journal:
-    open_run(session.config, resume=resume)
-    config, classes = session.config, session.stream.split.manifest.classes
-    return Journal(
-        session.folder, config.log, to_tree(config), session.total_steps, config.run.name, class_names=classes
-    )
 
 
 def data_for_rank(data: DataSettings, world: World) -> DataSettings:
@@ -157,28 +140,28 @@ def data_for_rank(data: DataSettings, world: World) -> DataSettings:
     return replace(data, threads=threads, device=world.device.index if on_gpu else data.device)
 
 
-def _make_model(config: Config, stream: Stream) -> nn.Module:
+def _build_network(config: Config, method: Method, classes: int) -> nn.Module:
     recipe = find_recipe(config.data.recipe)
     torch.manual_seed(config.run.seed)  # the same weights on every rank
-    classes = len(stream.split.manifest.classes)
-    return make_model(config.model, channels=1 if recipe.grey else 3, size=recipe.size, classes=classes)
+    channels = 1 if recipe.grey else 3
+    return method.build_network(lambda: make_model(config.model, channels=channels, size=recipe.size, classes=classes))
 
 
-def _make_engine(config: Config, world: World, model: nn.Module) -> Engine:
+def _make_engine(config: Config, world: World, network: nn.Module) -> Engine:
     columns = rank_columns(config.train.batch, world.rank, world.size)
-    return Engine(
+    return make_engine(
         world,
         config.engine,
-        model,
-        make_optimizer(config.optim, model),
+        network,
+        make_optimizer(config.optim, network),
         accumulate=config.train.accumulate,
         clip=config.train.clip,
         batch=-(-(columns.stop - columns.start) // config.train.accumulate),
     )
 
 
-def _truth(stream: Stream, name: str, device: torch.device) -> Tensor | None:
-    """The label set of the truth, if the split has it. One that is named in the config must be there."""
+def _clean_labels(stream: Stream, name: str, device: torch.device) -> Tensor | None:
+    """The label set with the clean labels, if the split has it. One that is named in the config must exist."""
     try:
         labels = stream.split.labels(name).labels
     except DataError:

@@ -1,4 +1,4 @@
-"""`sopdist bench exchange`: bytes counted by hand, and what is written down follows from what the ranks measured."""
+"""`sopdist bench exchange`: bytes against a manual count, and results that follow from the measured times."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sopdist.bench.exchange import CLASSES, Found, computed_bytes, find, judge, part_three, part_two
-from sopdist.bench.exchange_turns import Cell, StepTime, draw_parts
+from sopdist.bench.exchange_turns import Cell, StepTime, draw_batches
 from sopdist.cli import main
 
 
@@ -23,22 +23,22 @@ def test_a_quick_run_sends_the_bytes_that_were_computed(tmp_path: Path, capsys: 
     assert found["environment"].keys() >= {"torch", "sopdist", "cpu_count", "load", "date"}
     assert found["ranks"] == 2
     kinds = {(cell["classes"], cell["layout"], cell["mode"]): cell for cell in found["cells"]}
-    by_hand = {  # u; v; classes of two bytes; five facts of four bytes
+    expected_bytes = {  # u; v; classes of two bytes; five facts of four bytes
         (10, "dense"): 4 + 10 * 4 + 20,
         (100, "slots"): 4 + 8 * (4 + 2) + 20,
         (1000, "slots"): 4 + 8 * (4 + 2) + 20,
         (1000, "dense"): 4 + 1000 * 4 + 20,
     }
-    assert {kind[:2] for kind in kinds} == set(by_hand)
+    assert {kind[:2] for kind in kinds} == set(expected_bytes)
     for (classes, layout, mode), cell in kinds.items():
-        expected = by_hand[classes, layout] + (8 if mode == "asked" else 0)  # a number of eight bytes to ask by
+        expected = expected_bytes[classes, layout] + (8 if mode == "on request" else 0)  # the index of a request
         assert cell["computed_bytes"] == expected
         assert cell["sent_bytes"] == pytest.approx(expected)
     for cell in found["cells"]:
         assert cell["seconds"].keys() == {"push", "rows", "facts", "update"}
         assert all(0 <= lower <= middle <= upper for middle, lower, upper in cell["seconds"].values())
         assert cell["step"] > 0
-        assert 0 <= cell["waited"] < 1
+        assert 0 <= cell["blocked"] < 1
     assert [verdict["met"] for verdict in found["verdicts"]] == [True]
 
     printed = capsys.readouterr().out
@@ -46,40 +46,42 @@ def test_a_quick_run_sends_the_bytes_that_were_computed(tmp_path: Path, capsys: 
     assert str(out) in printed
 
 
-def test_all_that_was_asked_for_is_measured() -> None:
+def test_the_cells_cover_all_sizes_layouts_and_modes() -> None:
     cells = part_two(CLASSES, (128, 1024), 0.03)
     assert {(cell.classes, cell.layout) for cell in cells} == {
         (10, "dense"), (100, "slots"), (1000, "slots"), (1000, "dense"),
     }  # fmt: skip
-    assert {cell.mode for cell in cells} == {"ahead", "asked"}
+    assert {cell.mode for cell in cells} == {"ahead", "on request"}
     assert {cell.batch for cell in cells} == {128, 1024}
     assert len(set(cells)) == len(cells) == 16
     assert {cell.compute for cell in part_three(1000, 256, (0.003, 0.1))} == {0.003, 0.1}
-    assert {cell.layout for cell in part_two((10,), (8,), 0.0)} == {"dense"}, "not twice"
+    assert {cell.layout for cell in part_two((10,), (8,), 0.0)} == {"dense"}, "no duplicates"
 
 
 @given(ranks=st.integers(2, 5), share=st.integers(1, 6), steps=st.integers(1, 4), rest=st.integers(0, 3))
-def test_batches_have_no_sample_twice_and_as_many_of_each_owner(ranks: int, share: int, steps: int, rest: int) -> None:
+def test_batches_are_disjoint_and_have_equally_many_samples_of_each_owner(
+    ranks: int, share: int, steps: int, rest: int
+) -> None:
     batch = share * ranks
     samples = steps * ranks * batch + rest
-    parts = draw_parts(samples, batch, ranks)
-    assert parts.shape == (steps, ranks, batch)
-    assert len(np.unique(parts)) == parts.size
-    assert parts.min() >= 0
-    assert parts.max() < samples
+    batches = draw_batches(samples, batch, ranks)
+    assert batches.shape == (steps, ranks, batch)
+    assert len(np.unique(batches)) == batches.size
+    assert batches.min() >= 0
+    assert batches.max() < samples
     for owner in range(ranks):
-        assert ((parts % ranks == owner).sum(axis=2) == share).all()
+        assert ((batches % ranks == owner).sum(axis=2) == share).all()
 
 
-def _turn(waited: float, travelled: float, whole: float = 1.0, sent: float = 320.0) -> list[StepTime]:
+def _turn(blocked: float, in_flight: float, total: float = 1.0, sent: float = 320.0) -> list[StepTime]:
     first = StepTime(50.0, 9, 9, 9, 9, 9, 0, sent)  # must not count
-    return [first, StepTime(whole, 0.1, 0.2, 0.3, 0.4, waited, travelled, sent)]
+    return [first, StepTime(total, 0.1, 0.2, 0.3, 0.4, blocked, in_flight, sent)]
 
 
-def test_what_is_found_follows_from_the_turns() -> None:
+def test_results_follow_from_the_turns() -> None:
     cell = Cell(10, "dense", 10, 0.0, "ahead")
-    found = find(cell, [[_turn(0.1, 0.5), _turn(0.1, 0.5)], [_turn(0.3, 0.5), _turn(0.1, 0.5, whole=3.0)]])
-    assert found.waited == pytest.approx(0.1), "0.2 of 2 seconds, and 0.4 of 4"
+    found = find(cell, [[_turn(0.1, 0.5), _turn(0.1, 0.5)], [_turn(0.3, 0.5), _turn(0.1, 0.5, total=3.0)]])
+    assert found.blocked == pytest.approx(0.1), "0.2 of 2 seconds, and 0.4 of 4"
     assert found.overlapped == pytest.approx(1 - 0.6 / 2)
     assert found.sent_bytes == pytest.approx(320 / 5), "half of ten samples belong to the other rank"
     assert found.computed_bytes == 64

@@ -1,3 +1,7 @@
+"""`sopdist bench table`: its baselines learn the same table as SOP, and verdicts follow from the measurements."""
+
+from __future__ import annotations
+
 import argparse
 import json
 from pathlib import Path
@@ -7,7 +11,8 @@ import torch
 from torch import Tensor
 
 from sopdist import SOP
-from sopdist.bench.candidates import (
+from sopdist.bench.table import FULL, LOSSES, QUICK, Cell, Verdict, add_arguments, judge, run
+from sopdist.bench.table_candidates import (
     AUTHORS,
     CANDIDATES,
     CROSS_ENTROPY,
@@ -19,7 +24,6 @@ from sopdist.bench.candidates import (
     SparseEmbedding,
     draw_batches,
 )
-from sopdist.bench.table import FULL, LOSSES, QUICK, Cell, Verdict, add_arguments, judge, run
 from sopdist.bench.timing import Timing
 from sopdist.noise.rows import Layout
 
@@ -33,7 +37,7 @@ def _run(*given: str) -> int:
     return run(parser.parse_args(given))
 
 
-def test_quick_run_writes_what_it_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_quick_run_writes_its_measurements(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "new" / "table.json"
     assert _run("--quick", "--out", str(out)) == 0
     found = json.loads(out.read_text())
@@ -54,7 +58,7 @@ def test_quick_run_writes_what_it_measured(tmp_path: Path, capsys: pytest.Captur
     assert printed.count("not measured") == sum(verdict["met"] is None for verdict in found["verdicts"]) > 0
 
 
-def test_tables_past_the_memory_limit_are_skipped_with_a_reason(
+def test_tables_over_the_memory_limit_are_skipped_with_a_reason(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "table.json"
@@ -67,7 +71,7 @@ def test_tables_past_the_memory_limit_are_skipped_with_a_reason(
 
 
 @pytest.mark.parametrize("name", CANDIDATES)
-def test_bytes_are_those_of_the_tensors(name: str) -> None:
+def test_bytes_are_the_sum_over_the_tensors(name: str) -> None:
     sizes = Sizes(300, 20, 16)
     step = CANDIDATES[name].build(sizes)
     batch = draw_batches(sizes, 1)[0]
@@ -82,35 +86,37 @@ def test_bytes_are_those_of_the_tensors(name: str) -> None:
 
 
 def _training_stream(epochs: int) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """A network with an opinion on every sample, right or wrong, that wavers a little from visit to visit."""
+    """Batches of a network with a fixed prediction for every sample, right or wrong, plus some noise at every visit."""
     random = torch.Generator().manual_seed(1)
     labels = torch.randint(CLASSES, (SAMPLES,), generator=random)
-    opinion = 2 * torch.randn(SAMPLES, CLASSES, generator=random)
+    prediction = 2 * torch.randn(SAMPLES, CLASSES, generator=random)
     stream = []
     for _ in range(epochs):
         for index in torch.randperm(SAMPLES, generator=random).split(BATCH):
-            stream.append((opinion[index] + 0.3 * torch.randn(BATCH, CLASSES, generator=random), labels[index], index))
+            stream.append(
+                (prediction[index] + 0.3 * torch.randn(BATCH, CLASSES, generator=random), labels[index], index)
+            )
     return stream
 
 
 @pytest.mark.parametrize("layout", ["dense", "slots"])
 @pytest.mark.parametrize("table", [DenseParameters, SparseEmbedding])
-def test_peers_learn_the_table_that_sop_learns(
+def test_baselines_learn_the_same_table_as_sop(
     table: type[DenseParameters] | type[SparseEmbedding], layout: Layout
 ) -> None:
     sop = SOP(SAMPLES, CLASSES, variant="official", layout=layout, batch_size=BATCH, lr_u=RATE, lr_v=RATE)
-    everyone = torch.arange(SAMPLES)
-    u, v = sop.table.u.clone(), sop.table.dense_v(everyone).clone()
-    peer = AutogradStep(table(u.clone(), v.clone()), lr_u=RATE, lr_v=RATE, eps=sop.eps)
+    all_samples = torch.arange(SAMPLES)
+    u, v = sop.table.u.clone(), sop.table.dense_v(all_samples).clone()
+    baseline = AutogradStep(table(u.clone(), v.clone()), lr_u=RATE, lr_v=RATE, eps=sop.eps)
     for batch in _training_stream(epochs=70):
         sop(*batch)
-        peer(*batch)
+        baseline(*batch)
 
-    learned_u, learned_v = sop.table.u, sop.table.dense_v(everyone)
-    assert (learned_v.square() > 0.5).any()  # far from the start of 1e-8, or equality would say nothing
+    learned_u, learned_v = sop.table.u, sop.table.dense_v(all_samples)
+    assert (learned_v.square() > 0.5).any()  # far from the initial 1e-8, so that equality means something
     assert (learned_u.square() > 0.5).any()
-    torch.testing.assert_close(peer.u[:, 0].detach(), learned_u, rtol=1e-4, atol=1e-6)
-    torch.testing.assert_close(peer.v.detach(), learned_v, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(baseline.u[:, 0].detach(), learned_u, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(baseline.v.detach(), learned_v, rtol=1e-4, atol=1e-6)
 
 
 def _cells(authors: float, ours_small: float, ours_large: float) -> dict[Sizes, Cell]:
@@ -139,7 +145,7 @@ def test_verdicts_follow_from_the_medians() -> None:
         assert _met(bad, part) == {False}
 
 
-def test_what_was_not_measured_gets_no_verdict() -> None:
+def test_missing_measurements_get_no_verdict() -> None:
     small, *_ = FULL.sweeps["against N"]
     only_small = {small: _cells(0.2, 1e-3, 1e-3)[small]}
     assert _met(judge(only_small, _loss_cell(1e-3, 1e-3)), "N=1,000,000") == {None}

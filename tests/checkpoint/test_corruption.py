@@ -1,4 +1,4 @@
-"""Whatever happens to any file of a checkpoint: verifying finds it, and says which file with a DataError."""
+"""Verifying detects any damage to any file of a checkpoint and names the file in a DataError."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from sopdist.checkpoint import open_checkpoint, verify_checkpoint
-from sopdist.data.errors import DataError
-from tests.checkpoint.checkpoints import common_tensors, own_tensors, write
-from tests.ranks import run_on_ranks
+from sopdist.errors import DataError
+from tests.support.checkpoints import common_tensors, own_tensors, write
+from tests.support.ranks import run_on_ranks
 
 FILES = {
     1: ["rank-0-of-1.safetensors", "checkpoint.json", "complete"],
@@ -29,7 +29,7 @@ FILES = {
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
-    """Checkpoints that one and two ranks have written."""
+    """Checkpoints written by one and two ranks."""
     folder = tmp_path_factory.mktemp("checkpoints")
     run_on_ranks([partial(_write, folder / "two")], 2, folder)
     return {1: write(folder / "one"), 2: folder / "two"}
@@ -48,7 +48,7 @@ def old_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tensors = {name.removeprefix(f"{part}/"): value for name, value in common.items() if name.startswith(part)}
         save_file(tensors, folder / f"{part}.safetensors")
     for rank in range(2):
-        prefix = f"noise/{rank}/"
+        prefix = f"tables/noise/{rank}/"
         own = {name: value for name, value in own_tensors(rank, 2).items() if name.startswith(prefix)}
         rows = {name.removeprefix(prefix): value for name, value in own.items()}
         save_file(rows, folder / f"noise-{rank}-of-2.safetensors")
@@ -58,7 +58,7 @@ def old_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def damaged(original: Path, tmp_path_factory: pytest.TempPathFactory, name: str, content: bytes) -> Path:
-    """A copy with another content of one file. Links to the other files, which is quicker than to copy them."""
+    """A copy in which one file has other content. The other files are hard links, which is faster than copying."""
     folder = tmp_path_factory.mktemp("damaged")
     for path in original.iterdir():
         if path.name == name:
@@ -68,45 +68,47 @@ def damaged(original: Path, tmp_path_factory: pytest.TempPathFactory, name: str,
     return folder
 
 
-def assert_is_found(folder: Path, name: str) -> None:
+def assert_detected(folder: Path, name: str) -> None:
     with pytest.raises(DataError) as caught:
         verify_checkpoint(folder)
     assert str(folder) in str(caught.value)
     assert name in str(caught.value)
 
 
-def test_they_are_intact(checkpoints: dict[int, Path], old_checkpoint: Path) -> None:
+def test_undamaged_checkpoints_are_intact(checkpoints: dict[int, Path], old_checkpoint: Path) -> None:
     for ranks, folder in checkpoints.items():
         assert {path.name for path in folder.iterdir()} == set(FILES[ranks])
         saved = verify_checkpoint(folder)
         assert saved.network().keys() == {"layer.weight", "layer.bias", "batches", "norm.running_mean"}
-        assert saved.noise()["u"].shape == (23,)
-    assert verify_checkpoint(old_checkpoint).noise()["u"].shape == (23,)
+        assert saved.table("noise")["u"].shape == (23,)
+    assert verify_checkpoint(old_checkpoint).table("noise")["u"].shape == (23,)
 
 
 @settings(max_examples=300)
 @given(st.sampled_from([1, 2]), st.data())
-def test_a_flipped_bit_anywhere_is_found(
+def test_a_flipped_bit_anywhere_is_detected(
     checkpoints: dict[int, Path], tmp_path_factory: pytest.TempPathFactory, ranks: int, data: st.DataObject
 ) -> None:
     name = data.draw(st.sampled_from(FILES[ranks]))
     content = bytearray((checkpoints[ranks] / name).read_bytes())
     bit = data.draw(st.integers(0, 8 * len(content) - 1))
     content[bit // 8] ^= 1 << bit % 8
-    assert_is_found(damaged(checkpoints[ranks], tmp_path_factory, name, bytes(content)), name)
+    assert_detected(damaged(checkpoints[ranks], tmp_path_factory, name, bytes(content)), name)
 
 
-def test_every_bit_of_the_marker_counts(checkpoints: dict[int, Path], tmp_path_factory: pytest.TempPathFactory) -> None:
-    whole = (checkpoints[1] / "complete").read_bytes()
-    for bit in range(8 * len(whole)):
-        content = bytearray(whole)
+def test_every_bit_of_the_marker_is_checked(
+    checkpoints: dict[int, Path], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    original = (checkpoints[1] / "complete").read_bytes()
+    for bit in range(8 * len(original)):
+        content = bytearray(original)
         content[bit // 8] ^= 1 << bit % 8
-        assert_is_found(damaged(checkpoints[1], tmp_path_factory, "complete", bytes(content)), "complete")
+        assert_detected(damaged(checkpoints[1], tmp_path_factory, "complete", bytes(content)), "complete")
 
 
 @settings(max_examples=100)
 @given(st.sampled_from([1, 2]), st.data())
-def test_a_file_that_is_cut_or_longer_is_found(
+def test_a_truncated_or_extended_file_is_detected(
     checkpoints: dict[int, Path], tmp_path_factory: pytest.TempPathFactory, ranks: int, data: st.DataObject
 ) -> None:
     name = data.draw(st.sampled_from(FILES[ranks]))
@@ -120,7 +122,7 @@ def test_a_file_that_is_cut_or_longer_is_found(
             st.just(b"\n"),
         )
     )
-    assert_is_found(damaged(checkpoints[ranks], tmp_path_factory, name, other), name)
+    assert_detected(damaged(checkpoints[ranks], tmp_path_factory, name, other), name)
 
 
 def to_folder(path: Path) -> None:
@@ -133,7 +135,7 @@ def to_link(path: Path) -> None:
     path.symlink_to("../moved")
 
 
-def to_link_to_nothing(path: Path) -> None:
+def to_dangling_link(path: Path) -> None:
     path.unlink()
     path.symlink_to("nothing")
 
@@ -143,33 +145,33 @@ def to_pipe(path: Path) -> None:
     os.mkfifo(path)
 
 
-def to_zeros_without_end(path: Path) -> None:
+def to_dev_zero(path: Path) -> None:
     path.unlink()
     path.symlink_to("/dev/zero")
 
 
 CHANGES: list[Callable[[Path], object]] = [
-    Path.unlink, lambda path: path.write_bytes(b""), to_folder, to_link, to_link_to_nothing, to_pipe,
-    to_zeros_without_end,
+    Path.unlink, lambda path: path.write_bytes(b""), to_folder, to_link, to_dangling_link, to_pipe,
+    to_dev_zero,
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: getattr(change, "__name__", ""))
 @pytest.mark.parametrize(("ranks", "name"), [(ranks, name) for ranks in FILES for name in FILES[ranks]])
-def test_a_file_that_is_gone_or_no_file_any_more_is_found(
+def test_a_missing_or_irregular_file_is_detected(
     checkpoints: dict[int, Path], tmp_path: Path, ranks: int, name: str, change: Callable[[Path], object]
 ) -> None:
     folder = tmp_path / "step"
     shutil.copytree(checkpoints[ranks], folder)
     change(folder / name)
-    assert_is_found(folder, name)
+    assert_detected(folder, name)
     if name.startswith("rank"):
         with pytest.raises(DataError, match=name):
-            open_checkpoint(folder).noise()
+            open_checkpoint(folder).table("noise")
 
 
 @pytest.mark.parametrize("name", ["rank-2-of-2.safetensors", "notes.txt", "rank-0-of-2.safetensors.part", "state.json"])
-def test_a_file_that_does_not_belong_there_is_found(checkpoints: dict[int, Path], tmp_path: Path, name: str) -> None:
+def test_an_unexpected_file_is_detected(checkpoints: dict[int, Path], tmp_path: Path, name: str) -> None:
     folder = tmp_path / "step"
     shutil.copytree(checkpoints[2], folder)
     (folder / name).write_bytes(b"{}")
@@ -177,16 +179,16 @@ def test_a_file_that_does_not_belong_there_is_found(checkpoints: dict[int, Path]
         verify_checkpoint(folder)
 
 
-def test_files_of_two_checkpoints_that_were_mixed_up_are_found(checkpoints: dict[int, Path], tmp_path: Path) -> None:
+def test_mixed_up_files_of_two_checkpoints_are_detected(checkpoints: dict[int, Path], tmp_path: Path) -> None:
     folder = tmp_path / "step"
     shutil.copytree(checkpoints[2], folder)
     one, other = (folder / name for name in FILES[2][:2])
     one.rename(tmp_path / "kept")
     other.rename(one)
     (tmp_path / "kept").rename(other)
-    assert_is_found(folder, "rank-0-of-2.safetensors")
+    assert_detected(folder, "rank-0-of-2.safetensors")
     shutil.copy(checkpoints[1] / "checkpoint.json", folder)
-    assert_is_found(folder, "checkpoint.json")
+    assert_detected(folder, "checkpoint.json")
 
 
 OLD = ["network.safetensors", "optimizer.safetensors", "noise-0-of-2.safetensors", "noise-1-of-2.safetensors"]
@@ -194,7 +196,7 @@ OLD = ["network.safetensors", "optimizer.safetensors", "noise-0-of-2.safetensors
 
 @settings(max_examples=60)
 @given(st.sampled_from(OLD), st.data())
-def test_old_files_have_no_checksums_but_other_sizes_are_found(
+def test_changed_sizes_of_files_of_format_1_are_detected(
     old_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory, name: str, data: st.DataObject
 ) -> None:
     content = (old_checkpoint / name).read_bytes()
@@ -204,12 +206,12 @@ def test_old_files_have_no_checksums_but_other_sizes_are_found(
             st.binary(min_size=1, max_size=9).map(lambda more: content + more),
         )
     )
-    assert_is_found(damaged(old_checkpoint, tmp_path_factory, name, other), name)
+    assert_detected(damaged(old_checkpoint, tmp_path_factory, name, other), name)
 
 
 @settings(max_examples=150)
 @given(st.sampled_from([*OLD, "state.json"]), st.data())
-def test_a_flipped_bit_in_an_old_file_gives_a_value_or_a_data_error_and_nothing_else(
+def test_a_flipped_bit_in_a_file_of_format_1_gives_a_value_or_a_data_error_and_nothing_else(
     old_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory, name: str, data: st.DataObject
 ) -> None:
     content = bytearray((old_checkpoint / name).read_bytes())
@@ -218,31 +220,31 @@ def test_a_flipped_bit_in_an_old_file_gives_a_value_or_a_data_error_and_nothing_
     folder = damaged(old_checkpoint, tmp_path_factory, name, bytes(content))
     try:
         saved = verify_checkpoint(folder)
-        saved.network(), saved.section("optimizer/"), saved.noise(0, 3)
+        saved.network(), saved.section("optimizer/"), saved.table("noise", 0, 3)
     except DataError as error:
-        told = str(error)
+        message = str(error)
     else:
-        told = str(folder)
-    assert str(folder) in told
+        message = str(folder)
+    assert str(folder) in message
 
 
 @settings(max_examples=60)
 @given(st.data())
-def test_a_torn_old_state_is_found(
+def test_a_truncated_state_file_of_format_1_is_detected(
     old_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
     content = (old_checkpoint / "state.json").read_bytes()
     end = data.draw(st.integers(0, len(content) - 1))
-    assert_is_found(damaged(old_checkpoint, tmp_path_factory, "state.json", content[:end]), "state.json")
+    assert_detected(damaged(old_checkpoint, tmp_path_factory, "state.json", content[:end]), "state.json")
 
 
-def test_an_old_checkpoint_that_lacks_a_file_is_found(old_checkpoint: Path, tmp_path: Path) -> None:
+def test_a_missing_file_of_format_1_is_detected(old_checkpoint: Path, tmp_path: Path) -> None:
     for number, name in enumerate(OLD):
         folder = tmp_path / str(number)
         shutil.copytree(old_checkpoint, folder)
         (folder / name).unlink()
         with pytest.raises(DataError, match=name.partition("-")[0].partition(".")[0]):
-            verify_checkpoint(folder).noise()
+            verify_checkpoint(folder).table("noise")
     folder = tmp_path / "of other ranks"
     shutil.copytree(old_checkpoint, folder)
     save_file({"u": torch.zeros(1)}, folder / "noise-0-of-3.safetensors")

@@ -1,4 +1,4 @@
-"""Runs that save and go on in circumstances that are rare, but not wrong."""
+"""Runs that save and resume under rare but valid circumstances."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from sopdist.checkpoint import complete_checkpoints, verify_checkpoint
-from sopdist.checkpoint.pieces import Piece
-from sopdist.checkpoint.writing import CheckpointWriter, save_pieces
-from sopdist.train.running import run_config
-from tests.e2e.records import lines_of, losses_of
-from tests.train.grey_images import write_images
+from sopdist.checkpoint.fragments import Fragment
+from sopdist.checkpoint.writing import CheckpointWriter, save_fragments
+from sopdist.train.run import run_config
+from tests.support.grey_images import write_images
+from tests.support.records import lines_of, losses_of
 
 CONFIG = """
 data: {root: shards, split: train, recipe: digits, labels: wrong, threads: 1}
@@ -21,46 +21,46 @@ optim: {schedule: constant}
 train: {epochs: 1, batch: 9}
 engine: {threads: 1}
 log: {every: 4, wandb: 'off'}
-"""  # an epoch is four steps
+"""  # four steps per epoch
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with shards and a config, where a run can begin."""
+def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with shards and a config, in which a run can start."""
     write_images(tmp_path / "shards" / "train", 30)
     (tmp_path / "small.yaml").write_text(CONFIG)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
-def test_a_config_with_an_infinity_is_saved_though_json_has_none(place: Path) -> None:
+def test_a_config_with_infinity_is_saved_although_json_has_none(workspace: Path) -> None:
     assert run_config("small.yaml", ["run.name=x", "train.clip=.inf"]) == 0
-    (folder,) = complete_checkpoints(place / "runs" / "x")
+    (folder,) = complete_checkpoints(workspace / "runs" / "x")
     assert verify_checkpoint(folder).config["train"]["clip"] == ".inf"
     again = ["run.name=x", "train.clip=.inf", "train.epochs=2"]
     assert run_config("small.yaml", again, resume="auto") == 0
 
 
-def test_sums_of_a_program_that_counts_other_things_are_left_and_the_run_goes_on(place: Path) -> None:
+def test_sums_of_a_version_with_other_metrics_are_dropped_and_the_run_resumes(workspace: Path) -> None:
     assert run_config("small.yaml", ["run.name=x", "train.max_steps=2"]) == 0
-    (folder,) = complete_checkpoints(place / "runs" / "x")
+    (folder,) = complete_checkpoints(workspace / "runs" / "x")
     saved = verify_checkpoint(folder)
-    pieces = {name: Piece.whole(saved.read(name)) for name in saved.tensors}
-    pieces["tally/0"] = Piece.whole(torch.ones(3, dtype=torch.float64))
-    save_pieces(pieces, CheckpointWriter(folder, 0, 1, saved.index.about), None)
+    fragments = {name: Fragment.full(saved.read(name)) for name in saved.tensors}
+    fragments["step_metrics/0"] = Fragment.full(torch.ones(3, dtype=torch.float64))
+    save_fragments(fragments, CheckpointWriter(folder, 0, 1, saved.index.about), None)
     assert run_config("small.yaml", ["run.name=x"], resume="auto") == 0
-    assert lines_of(place / "runs" / "x")[-1]["step"] == 4
+    assert lines_of(workspace / "runs" / "x")[-1]["step"] == 4
 
 
-def test_an_older_checkpoint_that_cannot_be_removed_does_not_cost_the_new_one(
-    place: Path, caplog: pytest.LogCaptureFixture
+def test_an_old_checkpoint_that_cannot_be_removed_does_not_fail_the_new_save(
+    workspace: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It must not be taken for a save that has failed, whose files are removed."""
+    """It must not be mistaken for a failed save, whose files are removed."""
     keep = ["run.name=x", "checkpoint.keep=1"]
     assert run_config("small.yaml", [*keep, "train.max_steps=2"]) == 0
-    folder = place / "runs" / "x" / "checkpoints"
-    (folder / "step-00000001" / "complete").mkdir(parents=True)  # a folder, which is not removed as a file is
-    (folder / "step-00000001" / "state.json").write_text("{}")  # what says that it is complete, of the first format
+    folder = workspace / "runs" / "x" / "checkpoints"
+    (folder / "step-00000001" / "complete").mkdir(parents=True)  # unlink fails on a folder
+    (folder / "step-00000001" / "state.json").write_text("{}")  # the marker of format 1
     assert run_config("small.yaml", keep, resume="auto") == 0
     assert "CANNOT BE REMOVED" in caplog.text
     assert "COULD NOT SAVE" not in caplog.text
@@ -69,10 +69,10 @@ def test_an_older_checkpoint_that_cannot_be_removed_does_not_cost_the_new_one(
 
 
 @pytest.mark.parametrize("background", ["true", "false"])
-def test_saving_in_the_background_or_not_is_the_same_run(place: Path, background: str) -> None:
+def test_saving_in_the_background_does_not_change_the_run(workspace: Path, background: str) -> None:
     assert run_config("small.yaml", ["run.name=never", "log.every=1", "checkpoint.every=0"]) == 0
     saved = ["run.name=x", "log.every=1", "checkpoint.steps=1", "checkpoint.keep=9", f"checkpoint.async={background}"]
     assert run_config("small.yaml", saved) == 0
-    assert losses_of(place / "runs" / "x") == losses_of(place / "runs" / "never")
-    steps = [verify_checkpoint(folder).step for folder in complete_checkpoints(place / "runs" / "x")]
+    assert losses_of(workspace / "runs" / "x") == losses_of(workspace / "runs" / "never")
+    steps = [verify_checkpoint(folder).step for folder in complete_checkpoints(workspace / "runs" / "x")]
     assert steps == [1, 2, 3, 4]

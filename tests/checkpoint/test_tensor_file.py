@@ -1,4 +1,4 @@
-"""Files of tensors: what the safetensors package reads, byte by byte what its format says, and never half a file."""
+"""Tensor files: readable by the safetensors package, valid byte by byte, and never written partially."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
 
-from sopdist.checkpoint.tensor_file import DTYPES, plain_size, read_tensors, write_tensors
-from sopdist.data.errors import DataError
+from sopdist.checkpoint.tensor_file import DTYPES, read_tensors, regular_file_size, write_tensors
+from sopdist.errors import DataError
 
 SHAPES = [(), (0,), (1,), (5,), (0, 3), (3, 0, 2), (2, 3), (2, 3, 4, 5), (1, 1, 1, 1, 7)]
 
 
 def random_bits(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> Tensor:
-    """Any bits, also those of NaNs and of numbers too small to be normal."""
+    """Any bits, including those of NaNs and subnormal numbers."""
     generator = torch.Generator().manual_seed(seed)
     if dtype == torch.bool:
         return torch.randint(0, 2, shape, generator=generator).bool()
@@ -36,7 +36,7 @@ def bits_of(tensor: Tensor) -> bytes:
 
 
 def same(one: Tensor, other: Tensor) -> bool:
-    """To the bit, where NaN is equal to itself."""
+    """Bitwise equality; NaN equals itself."""
     return one.dtype == other.dtype and one.shape == other.shape and bits_of(one) == bits_of(other)
 
 
@@ -45,7 +45,7 @@ def header_of(content: bytes) -> tuple[dict[str, Any], bytes]:
     return json.loads(content[8 : 8 + length]), content[8 + length :]
 
 
-def test_every_type_and_shape_comes_back_to_the_bit_also_through_the_package_itself(tmp_path: Path) -> None:
+def test_every_dtype_and_shape_round_trips_bit_for_bit_also_through_the_safetensors_package(tmp_path: Path) -> None:
     tensors = {
         f"{name} {shape}": random_bits(dtype, shape, seed)
         for seed, (name, dtype) in enumerate(DTYPES.items())
@@ -60,7 +60,7 @@ def test_every_type_and_shape_comes_back_to_the_bit_also_through_the_package_its
 
 
 @given(st.lists(st.tuples(st.sampled_from(list(DTYPES)), st.lists(st.integers(0, 4), max_size=4)), max_size=8))
-def test_the_layout_is_the_formats_own_with_every_tensor_where_its_width_divides(
+def test_the_layout_follows_the_format_and_every_tensor_is_aligned(
     tmp_path_factory: pytest.TempPathFactory, kinds: list[tuple[str, list[int]]]
 ) -> None:
     tensors = {f"t{n}": random_bits(DTYPES[name], tuple(shape), n) for n, (name, shape) in enumerate(kinds)}
@@ -71,33 +71,33 @@ def test_the_layout_is_the_formats_own_with_every_tensor_where_its_width_divides
     assert header.keys() == tensors.keys()
     at = 0
     for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-        begin, end = entry["data_offsets"]
+        start, end = entry["data_offsets"]
         tensor = tensors[name]
-        assert begin == at, "no gaps, and nothing twice"
-        assert (len(content) - len(data) + begin) % tensor.dtype.itemsize == 0
+        assert start == at, "no gaps and no overlaps"
+        assert (len(content) - len(data) + start) % tensor.dtype.itemsize == 0
         assert (DTYPES[entry["dtype"]], tuple(entry["shape"])) == (tensor.dtype, tuple(tensor.shape))
-        assert data[begin:end] == bits_of(tensor)
+        assert data[start:end] == bits_of(tensor)
         at = end
     assert at == len(data)
 
 
 def views() -> dict[str, Tensor]:
-    """Tensors that do not lie in memory in the order of their elements."""
+    """Tensors that are not contiguous in memory."""
     base = torch.arange(2.0 * 3 * 4 * 5).view(2, 3, 4, 5)
     return {
         "transposed": base.transpose(1, 3),
         "channels last": base.contiguous(memory_format=torch.channels_last),
         "one channel, last": base[:, :1].contiguous(memory_format=torch.channels_last),
         "every third": torch.arange(10)[1::3],
-        "one of many": torch.arange(10)[1::9][:1],  # its stride is 9, and it says that it is contiguous
+        "one of many": torch.arange(10)[1::9][:1],  # its stride is 9, but is_contiguous() is true
         "expanded": torch.tensor([1.0, 2.0]).expand(3, 2),
         "from the middle": base[1, 1:, 2],
         "with a gradient": torch.ones(3, requires_grad=True) * 2,
-        "a number of many": torch.arange(10)[4],
+        "a scalar of many": torch.arange(10)[4],
     }
 
 
-def test_tensors_are_written_in_the_order_of_their_elements_however_they_lie_in_memory(tmp_path: Path) -> None:
+def test_tensors_are_written_in_element_order_whatever_their_memory_layout(tmp_path: Path) -> None:
     tensors = views()
     write_tensors(tmp_path / "views", tensors)
     found = load_file(tmp_path / "views")
@@ -105,7 +105,7 @@ def test_tensors_are_written_in_the_order_of_their_elements_however_they_lie_in_
         assert torch.equal(found[name], tensor), name
 
 
-def test_names_may_be_anything_that_is_text(tmp_path: Path) -> None:
+def test_names_may_be_any_text(tmp_path: Path) -> None:
     names = ["", "a/b", "../x", 'quo"te', "line\nbreak", "\u0000", "ü 漢", "x" * 3000]
     write_tensors(tmp_path / "names", {name: torch.tensor(float(n)) for n, name in enumerate(names)})
     assert {name: int(value) for name, value in load_file(tmp_path / "names").items()} == {
@@ -114,17 +114,17 @@ def test_names_may_be_anything_that_is_text(tmp_path: Path) -> None:
 
 
 def test_large_tensors_are_written_in_full(tmp_path: Path) -> None:
-    """Larger than what is written at once."""
+    """Larger than one write."""
     tensor = torch.arange(3_000_001)
     written = write_tensors(tmp_path / "large", {"small": torch.ones(1, dtype=torch.bool), "large": tensor})
     assert torch.equal(load_file(tmp_path / "large")["large"], tensor)
     assert written.sha256 == hashlib.sha256((tmp_path / "large").read_bytes()).hexdigest()
 
 
-def test_a_type_that_cannot_be_saved_is_named_and_leaves_the_old_file(tmp_path: Path) -> None:
+def test_an_unsupported_dtype_is_named_and_the_old_file_is_kept(tmp_path: Path) -> None:
     write_tensors(tmp_path / "file", {"a": torch.ones(2)})
     before = (tmp_path / "file").read_bytes()
-    with pytest.raises(TypeError, match=r"spectrum: numbers of type torch.complex64 cannot be saved"):
+    with pytest.raises(TypeError, match=r"spectrum: tensors of type torch.complex64 cannot be saved"):
         write_tensors(tmp_path / "file", {"a": torch.ones(2), "spectrum": torch.ones(2, dtype=torch.complex64)})
     assert (tmp_path / "file").read_bytes() == before
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
@@ -132,19 +132,20 @@ def test_a_type_that_cannot_be_saved_is_named_and_leaves_the_old_file(tmp_path: 
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"\0" * 7, struct.pack("<Q", 2**62) + b"{}", struct.pack("<Q", 2) + b"[]", b"not a file of tensors at all"],
+    [b"", b"\0" * 7, struct.pack("<Q", 2**62) + b"{}", struct.pack("<Q", 2) + b"[]", b"not a tensor file at all"],
 )
-def test_what_is_no_file_of_tensors_is_an_error_that_names_it(tmp_path: Path, content: bytes) -> None:
+def test_a_file_that_is_not_a_tensor_file_is_refused_by_name(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "file").write_bytes(content)
     with pytest.raises(DataError, match=f"{tmp_path}/file: cannot be read"):
         read_tensors(tmp_path / "file")
 
 
-def test_only_files_have_a_plain_size(tmp_path: Path) -> None:
+def test_only_regular_files_have_a_size(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"12345")
     (tmp_path / "link").symlink_to("file")
     (tmp_path / "folder").mkdir()
-    assert plain_size(tmp_path / "file") == 5
-    for name, reason in (("link", "is not a plain file"), ("folder", "is not a plain file"), ("none", "No such file")):
+    assert regular_file_size(tmp_path / "file") == 5
+    irregular = "is not a regular file"
+    for name, reason in (("link", irregular), ("folder", irregular), ("none", "No such file")):
         with pytest.raises(DataError, match=f"{tmp_path}/{name}: .*{reason}"):
-            plain_size(tmp_path / name)
+            regular_file_size(tmp_path / name)

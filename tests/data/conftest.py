@@ -1,4 +1,4 @@
-"""A split that several files of tests read."""
+"""A small split that several test modules read."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.data.small_splits import write_split
-from tests.data.streams import pictures
+from tests.support.small_splits import write_split
+from tests.support.streams import pictures
 
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("shards") / "train"
-    write_split(place, pictures(), per_shard=9)
-    return place
+    path = tmp_path_factory.mktemp("shards") / "train"
+    write_split(path, pictures(), per_shard=9)
+    return path

@@ -1,4 +1,4 @@
-"""Manifests and label sets that are damaged, foreign or hostile are refused with a reason."""
+"""Damaged, foreign or malicious manifests and label sets are refused with a reason."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sopdist.data.errors import DataError
 from sopdist.data.labels import parse_labels, read_labels, write_labels
 from sopdist.data.manifest import Manifest, parse_manifest, read_manifest
-from tests.data.small_splits import write_split
+from sopdist.errors import DataError
+from tests.support.small_splits import write_split
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def shard(folder: Path, **changes: Any) -> list[dict[str, Any]]:
 
 
 @pytest.mark.usefixtures("manifest")
-def test_a_manifest_comes_back_as_it_was_written(tmp_path: Path) -> None:
+def test_a_manifest_survives_a_round_trip(tmp_path: Path) -> None:
     found = read_manifest(tmp_path / "train")
     assert found.samples == 12
     assert found.classes == ("cat", "dog", "owl")
@@ -45,8 +45,8 @@ def test_a_manifest_comes_back_as_it_was_written(tmp_path: Path) -> None:
     ("changes", "of_shard", "message"),
     [
         ({"format": 2}, {}, "format 2, this version of sopdist reads format 1"),
-        ({"samples": 13}, {}, "says samples = 13"),
-        ({"digest": "0" * 64}, {}, "says digest"),
+        ({"samples": 13}, {}, "samples is 13"),
+        ({"digest": "0" * 64}, {}, "digest is"),
         ({"classes": []}, {}, "no classes"),
         ({"classes": [1]}, {}, "not a list of names"),
         ({"classes": "abcd"}, {}, "not a list of names"),
@@ -54,8 +54,8 @@ def test_a_manifest_comes_back_as_it_was_written(tmp_path: Path) -> None:
         ({"shards": 7}, {}, "damaged"),
         ({}, {"name": "../../shard-000000.tar"}, "shard name"),
         ({}, {"name": "/etc/shard-000000.tar"}, "shard name"),
-        ({}, {"name": "shard-000001.tar"}, "names a shard twice"),
-        ({}, {"samples": 5}, "begins with index 4, expected 5"),
+        ({}, {"name": "shard-000001.tar"}, "lists a shard twice"),
+        ({}, {"samples": 5}, "starts at index 4, expected 5"),
         ({}, {"samples": -4}, "samples = -4"),
         ({}, {"samples": True}, "samples = True"),
         ({}, {"samples": 4.0}, r"samples = 4\.0"),
@@ -63,7 +63,7 @@ def test_a_manifest_comes_back_as_it_was_written(tmp_path: Path) -> None:
         ({}, {"sha256": "x"}, "checksum"),
     ],
 )
-def test_what_is_wrong_with_a_manifest_is_named(
+def test_an_invalid_manifest_is_refused_with_the_reason(
     tmp_path: Path, changes: dict[str, Any], of_shard: dict[str, Any], message: str
 ) -> None:
     folder = tmp_path / "train"
@@ -74,7 +74,7 @@ def test_what_is_wrong_with_a_manifest_is_named(
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b"\xff", b"[" * 100_000, b'{"format": 1}'])
-def test_what_is_no_manifest_is_refused(content: bytes) -> None:
+def test_files_that_are_not_manifests_are_refused(content: bytes) -> None:
     with pytest.raises(DataError, match="here: "):
         parse_manifest(content, "here")
 
@@ -104,13 +104,13 @@ HUGE = npy(np.zeros(12, np.int32)).replace(b"(12,), }", b"(99999999999,), }")
         (npy(np.full(12, 2**64 - 1, np.uint64)), "label 18446744073709551615"),
     ],
 )
-def test_what_is_wrong_with_a_label_set_is_named(manifest: Manifest, content: bytes, message: str) -> None:
+def test_an_invalid_label_set_is_refused_with_the_reason(manifest: Manifest, content: bytes, message: str) -> None:
     about = {"format": 1, "sha256": hashlib.sha256(content).hexdigest(), "recipe": {}}
     with pytest.raises(DataError, match=f"here: .*{message}"):
         parse_labels(about, content, manifest, "x", "here")
 
 
-def test_a_label_set_is_bound_to_its_description(manifest: Manifest, tmp_path: Path) -> None:
+def test_a_label_set_must_match_its_description(manifest: Manifest, tmp_path: Path) -> None:
     folder = tmp_path / "train"
     write_labels(folder, manifest, "mine", np.arange(12) % 3, {"by": "me"})
     assert read_labels(folder, manifest, "mine").recipe == {"by": "me"}
@@ -126,6 +126,6 @@ def test_a_label_set_is_bound_to_its_description(manifest: Manifest, tmp_path: P
 
 
 @pytest.mark.parametrize("name", ["", "../given", "a/b", ".hidden", "a" * 101, "a b", "a\n"])
-def test_names_that_could_be_paths_are_refused(manifest: Manifest, tmp_path: Path, name: str) -> None:
+def test_label_set_names_that_could_be_paths_are_refused(manifest: Manifest, tmp_path: Path, name: str) -> None:
     with pytest.raises(DataError, match="label set name"):
         read_labels(tmp_path / "train", manifest, name)

@@ -1,4 +1,4 @@
-"""Headers: sizes before decoding, and every damaged file stopped with a reason."""
+"""Image headers: size and format before decoding; every damaged file is rejected with a reason."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from PIL import Image
 
-from sopdist.data.errors import ImageError
 from sopdist.data.headers import MAX_PIXELS, read_header
-from tests.data.pictures import encoded, picture
+from sopdist.errors import ImageError
+from tests.support.pictures import encoded, picture
 
 SAVED = {
     "jpg": {"format": "JPEG"},
@@ -27,13 +27,13 @@ SAVED = {
 
 @pytest.mark.parametrize("name", SAVED)
 @pytest.mark.parametrize("size", [(40, 30), (1, 1), (17, 500)])
-def test_size_and_format_are_those_that_pillow_finds(name: str, size: tuple[int, int]) -> None:
+def test_size_and_format_match_pillow(name: str, size: tuple[int, int]) -> None:
     data = encoded(picture(0, *size), **SAVED[name])
     assert read_header(data) == (name.split()[0], *size, 1, True)
 
 
 @pytest.mark.parametrize("name", SAVED)
-def test_a_file_cut_short_anywhere_is_refused(name: str) -> None:
+def test_a_file_truncated_anywhere_is_rejected(name: str) -> None:
     data = encoded(picture(0, 24, 16), **SAVED[name])
     for length in range(len(data)):
         with pytest.raises(ImageError):
@@ -52,7 +52,7 @@ def test_orientation_is_read_and_sizes_are_upright(file_format: str, orientation
     assert (header.width, header.height) == ((40, 30) if orientation < 5 else (30, 40))
 
 
-def test_what_decoders_disagree_on_is_not_plain() -> None:
+def test_images_that_decoders_may_decode_differently_are_not_plain() -> None:
     image = picture(0)
     alpha = image.convert("RGBA")
     alpha.putalpha(100)
@@ -89,12 +89,12 @@ def test_what_decoders_disagree_on_is_not_plain() -> None:
         (b"\xff\xd8\xff\xe0\0\x04ab" + b"\0" * 9, "no marker"),
     ],
 )
-def test_what_is_no_image_is_named(data: bytes, reason: str) -> None:
+def test_files_that_are_not_images_are_rejected_with_a_reason(data: bytes, reason: str) -> None:
     with pytest.raises(ImageError, match=reason):
         read_header(data)
 
 
-def test_a_decompression_bomb_is_refused_by_its_header() -> None:
+def test_a_decompression_bomb_is_rejected_by_its_header() -> None:
     png = bytearray(encoded(picture(0, 8, 8), "PNG"))
     png[16:24] = struct.pack(">II", 50_000, 50_000)
     with pytest.raises(ImageError, match="50000 x 50000 pixels, more than the 134,217,728 allowed"):
@@ -111,12 +111,12 @@ def test_a_decompression_bomb_is_refused_by_its_header() -> None:
     st.binary(max_size=30),
 )
 @example(encoded(picture(1, 20, 16)), [(2, 0)], b"")
-def test_damage_is_an_image_error_or_a_header_and_never_anything_else(
+def test_a_damaged_file_gives_a_header_or_an_image_error(
     data: bytes, changes: list[tuple[int, int]], tail: bytes
 ) -> None:
     damaged = bytearray(data)
-    for place, value in changes:
-        damaged[place % len(damaged)] = value
+    for position, value in changes:
+        damaged[position % len(damaged)] = value
     try:
         header = read_header(bytes(damaged) + tail)
     except ImageError:

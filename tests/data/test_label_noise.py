@@ -1,4 +1,4 @@
-"""Noise draws: rates and targets against exact expectations, and bits that never change."""
+"""Synthetic label noise: rates and targets against exact expectations, and bits that never change."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from sopdist.data.errors import DataError
 from sopdist.data.labelling.noise import (
     CIFAR10_PAIRS,
     check_matrix,
@@ -22,6 +21,7 @@ from sopdist.data.labelling.noise import (
     measured_rate,
     preset_pairs,
 )
+from sopdist.errors import DataError
 
 K = 10
 MANY = np.repeat(np.arange(K, dtype=np.int32), 20_000)
@@ -32,7 +32,7 @@ seeds = st.integers(0, 2**64 - 1)
 
 
 def expect(before: NDArray[np.int32], after: NDArray[np.int32], matrix: NDArray[np.float64]) -> None:
-    """Pearson's chi-square of each row of the transition counts; what has probability 0 never occurs."""
+    """Chi-square test of the transition counts against `matrix`; transitions of probability 0 never occur."""
     counts = np.zeros(matrix.shape)
     np.add.at(counts, (before, after), 1)
     assert (counts[matrix == 0] == 0).all()
@@ -40,7 +40,7 @@ def expect(before: NDArray[np.int32], after: NDArray[np.int32], matrix: NDArray[
     possible = matrix > 0
     chi_square = ((counts - expected)[possible] ** 2 / expected[possible]).sum()
     freedom = possible.sum() - len(matrix)
-    # Chi-square has mean f and variance 2f: within five standard deviations, either side.
+    # Chi-square has mean f and variance 2f: allow five standard deviations on either side.
     assert abs(chi_square - freedom) <= 5 * np.sqrt(2 * freedom)
 
 
@@ -49,7 +49,7 @@ def identity_mixed_with(other: NDArray[np.float64], rate: float) -> NDArray[np.f
 
 
 @pytest.mark.parametrize("rate", [0.2, 0.8, 1.0])
-def test_symmetric_noise_redraws_over_all_classes(rate: float) -> None:
+def test_symmetric_noise_resamples_from_all_classes(rate: float) -> None:
     noisy = draw_symmetric(MANY, K, rate, seed=1)
     expect(MANY, noisy, identity_mixed_with(np.full((K, K), 1 / K), rate))
     spread = np.sqrt(rate * (1 - 1 / K) * (1 - rate * (1 - 1 / K)) / len(MANY))
@@ -57,19 +57,19 @@ def test_symmetric_noise_redraws_over_all_classes(rate: float) -> None:
 
 
 @pytest.mark.parametrize("rate", [0.2, 0.8, 1.0])
-def test_exclusive_noise_redraws_over_the_other_classes(rate: float) -> None:
+def test_exclusive_noise_resamples_from_the_other_classes(rate: float) -> None:
     others = (1 - np.eye(K)) / (K - 1)
     expect(MANY, draw_exclusive(MANY, K, rate, seed=2), identity_mixed_with(others, rate))
 
 
-def test_pairs_map_along_the_pairs_only() -> None:
+def test_pair_noise_only_follows_the_pairs() -> None:
     matrix = np.eye(K)
     for source, target in CIFAR10_PAIRS.items():
         matrix[source, source], matrix[source, target] = 0.6, 0.4
     expect(MANY, draw_pairs(MANY, CIFAR10_PAIRS, K, 0.4, seed=3), matrix)
 
 
-def test_a_matrix_is_followed_row_by_row() -> None:
+def test_matrix_noise_follows_each_row() -> None:
     matrix = np.random.default_rng(0).dirichlet(np.ones(K), size=K)
     matrix[3] = np.eye(K)[7]
     matrix[4, ::2] = 0
@@ -77,8 +77,8 @@ def test_a_matrix_is_followed_row_by_row() -> None:
     expect(MANY, draw_matrix(MANY, matrix, seed=4), matrix)
 
 
-def test_the_bits_are_frozen() -> None:
-    """If this fails, labels that people trained on can no longer be drawn again: the code is wrong, not the test."""
+def test_the_noise_is_bit_identical_in_every_version() -> None:
+    """If this fails, existing noisy label sets can no longer be reproduced: fix the code, not the test."""
     labels = np.array([0, 1, 2, 3, 4, -1, 0, 1, 2, 3, 4, 0], dtype=np.int32)
     matrix = np.full((5, 5), 0.2)
     drawn = [
@@ -98,7 +98,7 @@ def test_the_bits_are_frozen() -> None:
 
 
 def philox_4x64_10(key: tuple[int, int], counter: int) -> list[int]:
-    """Written down from the paper (Salmon et al. 2011), in whole numbers."""
+    """Philox as in the paper (Salmon et al. 2011), in Python integers."""
     mask = 2**64 - 1
     x, (k0, k1) = [counter, 0, 0, 0], key
     for _ in range(10):
@@ -109,7 +109,7 @@ def philox_4x64_10(key: tuple[int, int], counter: int) -> list[int]:
 
 
 @given(labels_of_five, rates, seeds)
-def test_the_documented_stream_gives_the_same_draw_without_numpy(
+def test_the_documented_algorithm_gives_the_same_labels_without_numpy(
     labels: NDArray[np.int32], rate: float, seed: int
 ) -> None:
     key = (seed, int.from_bytes(b"labels", "big"))
@@ -133,7 +133,9 @@ def test_rate_0_changes_nothing(labels: NDArray[np.int32], seed: int) -> None:
 
 
 @given(labels_of_five, rates, seeds)
-def test_unknown_stays_unknown_and_nothing_else_becomes_it(labels: NDArray[np.int32], rate: float, seed: int) -> None:
+def test_unknown_labels_stay_unknown_and_no_others_become_unknown(
+    labels: NDArray[np.int32], rate: float, seed: int
+) -> None:
     for drawn in (
         draw_symmetric(labels, 5, rate, seed),
         draw_exclusive(labels, 5, rate, seed),
@@ -146,7 +148,7 @@ def test_unknown_stays_unknown_and_nothing_else_becomes_it(labels: NDArray[np.in
 
 
 @given(labels_of_five, seeds)
-def test_exclusive_noise_never_draws_the_true_class(labels: NDArray[np.int32], seed: int) -> None:
+def test_exclusive_noise_never_returns_the_old_label(labels: NDArray[np.int32], seed: int) -> None:
     drawn = draw_exclusive(labels, 5, 1.0, seed)
     assert (drawn != labels)[labels != -1].all()
 
@@ -160,7 +162,7 @@ def test_pairs_give_the_old_class_or_its_pair(
 
 
 @given(labels_of_five, st.lists(st.permutations(range(5)), min_size=5, max_size=5), seeds)
-def test_a_matrix_never_gives_a_class_of_probability_0(
+def test_matrix_noise_never_gives_a_class_of_probability_0(
     labels: NDArray[np.int32], orders: list[list[int]], seed: int
 ) -> None:
     matrix = np.array([[0, 0, 0, 0.25, 0.75]] * 5)
@@ -171,7 +173,7 @@ def test_a_matrix_never_gives_a_class_of_probability_0(
 
 
 @given(labels_of_five, rates, rates, seeds)
-def test_a_lower_rate_changes_a_part_of_what_a_higher_one_changes(
+def test_a_lower_rate_changes_a_subset_of_what_a_higher_rate_changes(
     labels: NDArray[np.int32], one: float, other: float, seed: int
 ) -> None:
     low, high = sorted((one, other))
@@ -181,11 +183,11 @@ def test_a_lower_rate_changes_a_part_of_what_a_higher_one_changes(
 
 @given(labels_of_five, st.integers(0, 60), rates, seeds)
 def test_a_sample_depends_on_its_own_index_only(labels: NDArray[np.int32], count: int, rate: float, seed: int) -> None:
-    whole = draw_symmetric(labels, 5, rate, seed)
-    np.testing.assert_array_equal(draw_symmetric(labels[:count], 5, rate, seed), whole[:count])
+    everything = draw_symmetric(labels, 5, rate, seed)
+    np.testing.assert_array_equal(draw_symmetric(labels[:count], 5, rate, seed), everything[:count])
 
 
-def test_seeds_and_kinds_are_independent_draws() -> None:
+def test_different_seeds_are_independent() -> None:
     drawn = [draw_exclusive(MANY, K, 0.5, seed) != MANY for seed in (0, 1, 2**63)]
     for a, b in itertools.combinations(drawn, 2):
         assert abs((a == b).mean() - 0.5) < 5 * 0.5 / np.sqrt(len(MANY))
@@ -208,11 +210,11 @@ def test_presets() -> None:
         (np.array([["a", "b"]] * 2), "expected 2 x 2 numbers"),
         (np.array([[1.0, 0.0], [1.5, -0.5]]), r"row 1, column 1 \(from 0\) is -0.5"),
         (np.array([[np.nan, 1.0], [0.5, 0.5]]), "is nan, not a probability"),
-        (np.array([[np.inf, 1.0], [0.5, 0.5]]), "row 0 .* has the sum inf"),
-        (np.array([[1.0, 0.0], [0.5, 0.4]]), r"m.csv: row 1 \(from 0\) has the sum 0.9, not 1"),
+        (np.array([[np.inf, 1.0], [0.5, 0.5]]), "row 0 .* sums to inf"),
+        (np.array([[1.0, 0.0], [0.5, 0.4]]), r"m.csv: row 1 \(from 0\) sums to 0.9, not 1"),
     ],
 )
-def test_what_is_no_transition_matrix_is_refused(matrix: NDArray[np.float64], message: str) -> None:
+def test_an_invalid_transition_matrix_is_refused(matrix: NDArray[np.float64], message: str) -> None:
     with pytest.raises(DataError, match=message):
         check_matrix(matrix, 2, "m.csv")
 
@@ -225,15 +227,15 @@ def test_what_is_no_transition_matrix_is_refused(matrix: NDArray[np.float64], me
         (lambda: draw_symmetric(MANY, K, 0.5, -1), "seed -1"),
         (lambda: draw_symmetric(MANY, K, 0.5, 2**64), "seed"),
         (lambda: draw_exclusive(MANY, 1, 0.5, 0), "at least two classes"),
-        (lambda: draw_pairs(MANY, {3: 10}, K, 0.5, 0), "pair 3:10: classes are 0 to 9"),
+        (lambda: draw_pairs(MANY, {3: 10}, K, 0.5, 0), "pair 3:10: classes must be from 0 to 9"),
     ],
 )
-def test_what_cannot_be_drawn_is_refused(draw: Callable[[], object], message: str) -> None:
+def test_invalid_noise_parameters_are_refused(draw: Callable[[], object], message: str) -> None:
     with pytest.raises(DataError, match=message):
         draw()
 
 
-def test_measured_rate_leaves_out_the_unknown() -> None:
+def test_the_measured_rate_ignores_unknown_labels() -> None:
     before = np.array([0, 1, -1, 2], dtype=np.int32)
     assert measured_rate(before, np.array([0, 2, 1, -1], dtype=np.int32)) == 0.5
     assert measured_rate(before[:0], before[:0]) == 0.0

@@ -1,4 +1,4 @@
-"""The strong view against Pillow, image by image, and against the promise that it is a pure function of its draws."""
+"""The strong view against Pillow, image by image; and that it is a pure function of its draws."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from PIL import Image, ImageEnhance, ImageOps
 from torch import Tensor
 
 from sopdist.data.augment import policy as policy_module
-from sopdist.data.augment.policy import MOST_LAYERS, OPERATIONS, POLICY_DRAWS, Policy, apply_policy
+from sopdist.data.augment.policy import MAX_LAYERS, OPERATIONS, POLICY_DRAWS, Policy, apply_policy
 
 FILL = (10, 128, 250)
 JUST_BELOW_ONE = 1.0 - 2.0**-53
 BLENDS = {"contrast", "brightness", "color", "sharpness"}
-# Elsewhere Pillow's compiler may fuse the multiplication and the addition of a blend.
+# On other processors Pillow's compiler may fuse the multiplication and the addition of a blend.
 BLEND_TOLERANCE = 0 if platform.machine() in ("x86_64", "AMD64") else 1
 
 
@@ -53,7 +53,7 @@ def pillow(name: str, pixels: np.ndarray, amount: float, fill: tuple[int, int, i
 
 
 def covered(pixels: np.ndarray, x: float, y: float, side: int, fill: tuple[int, int, int] = FILL) -> np.ndarray:
-    """The oracle of Cutout."""
+    """The oracle for Cutout."""
     height, width, _ = pixels.shape
     left, top = int(x * width) - side // 2, int(y * height) - side // 2
     out = pixels.copy()
@@ -62,7 +62,7 @@ def covered(pixels: np.ndarray, x: float, y: float, side: int, fill: tuple[int, 
 
 
 def pictures(height: int, width: int) -> list[np.ndarray]:
-    """Images of all kinds: noise, few levels, a narrow range, ramps, constants, one odd pixel."""
+    """Images of all kinds: noise, few levels, a narrow range, ramps, constants, one different pixel."""
     rng = np.random.default_rng(height * 1000 + width)
     size = (height, width, 3)
     ramp = np.linspace(0, 255, height * width * 3).reshape(size)
@@ -100,7 +100,7 @@ def random_batch(batch: int, height: int, width: int, seed: int = 0) -> tuple[Te
 
 @pytest.mark.parametrize("size", [(32, 32), (1, 1), (2, 2), (3, 3), (8, 8), (1, 9), (17, 40), (61, 20), (120, 160)])
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_every_operation_gives_the_bits_of_pillow(name: str, size: tuple[int, int]) -> None:
+def test_every_operation_is_bit_identical_to_pillow(name: str, size: tuple[int, int]) -> None:
     magnitudes = [0.0, 1e-9, 0.1, 0.25, 1 / 3, 0.5, 0.618, 0.75, 0.9, 0.97, JUST_BELOW_ONE]
     cases = [(image, m, sign) for image in pictures(*size) for m in magnitudes for sign in (-1, 1)]
     images = torch.from_numpy(np.stack([image for image, _, _ in cases]))
@@ -115,13 +115,13 @@ def test_every_operation_gives_the_bits_of_pillow(name: str, size: tuple[int, in
     seed=st.integers(0, 2**32),
     height=st.integers(1, 40),
     width=st.integers(1, 40),
-    layers=st.integers(0, MOST_LAYERS),
+    layers=st.integers(0, MAX_LAYERS),
     probability=st.sampled_from([0.0, 0.5, 0.9, 1.0]),
     magnitude=st.sampled_from([0.0, 0.3, 1.0]),
     cutout=st.sampled_from([0.0, 0.3, 0.5, 1.0]),
 )
 @settings(max_examples=60)
-def test_a_whole_policy_is_what_pillow_does_step_by_step(
+def test_a_policy_equals_the_operations_of_pillow_in_sequence(
     seed: int, height: int, width: int, layers: int, probability: float, magnitude: float, cutout: float
 ) -> None:
     images, draws = random_batch(12, height, width, seed)
@@ -133,13 +133,13 @@ def test_a_whole_policy_is_what_pillow_does_step_by_step(
             if whether < probability:
                 image = pillow(OPERATIONS[int(which * len(OPERATIONS))], image, amount)
         image = covered(image, row[0], row[1], int(cutout * min(height, width) + 0.5))
-        # A level more or less can become any number of levels in the next operation.
+        # The next operation can turn a difference of one level into any difference.
         if BLEND_TOLERANCE == 0:
             np.testing.assert_array_equal(got[sample], image)
 
 
 @given(st.floats(0, 1, exclude_max=True), st.sampled_from(sorted(OPERATIONS)), st.booleans())
-def test_any_magnitude_is_pillows(magnitude: float, name: str, plus: bool) -> None:
+def test_any_magnitude_is_bit_identical_to_pillow(magnitude: float, name: str, plus: bool) -> None:
     image = pictures(24, 31)[0]
     sign = 1 if plus else -1
     draws = torch.tensor([draws_for(name, magnitude, sign)], dtype=torch.float64)
@@ -148,7 +148,7 @@ def test_any_magnitude_is_pillows(magnitude: float, name: str, plus: bool) -> No
     assert difference <= (BLEND_TOLERANCE if name in BLENDS else 0)
 
 
-def test_autocontrast_rounds_as_pillow_does_for_any_range() -> None:
+def test_autocontrast_rounds_like_pillow_for_any_range() -> None:
     ranges = [(low, high) for low in range(0, 256, 6) for high in range(low, 256)]
     levels = np.array([np.linspace(low, high, 12).round() for low, high in ranges], dtype=np.uint8)  # (ranges, 12)
     images = np.repeat(levels, 3, axis=1).reshape(-1, 3, 4, 3)
@@ -158,7 +158,7 @@ def test_autocontrast_rounds_as_pillow_does_for_any_range() -> None:
 
 
 @pytest.mark.parametrize("size", [(32, 32), (9, 23)])
-def test_a_sample_alone_is_the_sample_in_a_batch(size: tuple[int, int]) -> None:
+def test_a_sample_does_not_depend_on_the_rest_of_its_batch(size: tuple[int, int]) -> None:
     images, draws = random_batch(150, *size)
     policy = Policy(probability=1.0, fill=FILL)
     together = apply_policy(images, draws, policy)
@@ -166,14 +166,14 @@ def test_a_sample_alone_is_the_sample_in_a_batch(size: tuple[int, int]) -> None:
     assert torch.equal(together, alone)
 
 
-def test_a_permuted_batch_is_permuted() -> None:
+def test_permuting_the_batch_permutes_the_result() -> None:
     images, draws = random_batch(150, 16, 16)
     order = torch.randperm(150, generator=torch.Generator().manual_seed(1))
     policy = Policy(layers=3, fill=FILL)
     assert torch.equal(apply_policy(images[order], draws[order], policy), apply_policy(images, draws, policy)[order])
 
 
-def test_work_in_chunks_has_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_result_does_not_depend_on_the_chunk_size(monkeypatch: pytest.MonkeyPatch) -> None:
     images, draws = random_batch(33, 20, 12)
     expected = apply_policy(images, draws, Policy())
     for chunk in (1, 5 * 20 * 12 * 3):
@@ -183,7 +183,7 @@ def test_work_in_chunks_has_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("draws_device", ["cpu", "cuda"])
-def test_a_gpu_gives_the_bits_of_the_cpu(draws_device: str) -> None:
+def test_a_gpu_is_bit_identical_to_the_cpu(draws_device: str) -> None:
     images, draws = random_batch(512, 33, 47)
     policy = Policy(layers=4, probability=1.0, fill=FILL)
     on_gpu = apply_policy(images.cuda(), draws.to(draws_device), policy)
@@ -191,7 +191,7 @@ def test_a_gpu_gives_the_bits_of_the_cpu(draws_device: str) -> None:
     assert torch.equal(on_gpu.cpu(), apply_policy(images, draws, policy))
 
 
-def test_each_operation_has_an_equal_share_of_the_draw() -> None:
+def test_each_operation_is_equally_likely() -> None:
     image = pictures(32, 32)[6]
     shares = len(OPERATIONS)
     assert shares == 14
@@ -205,7 +205,7 @@ def test_each_operation_has_an_equal_share_of_the_draw() -> None:
             assert (difference <= BLEND_TOLERANCE) == (other == name)
 
 
-def test_operations_are_applied_as_often_as_asked() -> None:
+def test_operations_are_applied_with_the_given_probability() -> None:
     generator = torch.Generator().manual_seed(0)
     draws = torch.rand(4000, POLICY_DRAWS, dtype=torch.float64, generator=generator)
     draws[:, 2] = (OPERATIONS.index("invert") + 0.5) / len(OPERATIONS)
@@ -217,35 +217,35 @@ def test_operations_are_applied_as_often_as_asked() -> None:
 
 
 @pytest.mark.parametrize("end", [0.0, JUST_BELOW_ONE])
-def test_draws_at_the_ends_are_fine(end: float) -> None:
+def test_draws_at_both_ends_of_the_range_are_valid(end: float) -> None:
     images, _ = random_batch(3, 10, 13)
     draws = torch.full((3, POLICY_DRAWS), end, dtype=torch.float64)
-    got = apply_policy(images, draws, Policy(MOST_LAYERS, 1.0, 1.0, 0.5, FILL)).numpy()
+    got = apply_policy(images, draws, Policy(MAX_LAYERS, 1.0, 1.0, 0.5, FILL)).numpy()
     name, amount = (OPERATIONS[0], 0.0) if end == 0.0 else (OPERATIONS[-1], end)
     for image, result in zip(images.numpy(), got, strict=True):
-        for _ in range(MOST_LAYERS):
+        for _ in range(MAX_LAYERS):
             image = pillow(name, image, amount)
         np.testing.assert_array_equal(result, covered(image, end, end, 5))
 
 
 @pytest.mark.parametrize(("height", "width", "cutout", "side"), [(32, 32, 0.5, 16), (8, 14, 0.5, 4), (9, 7, 0.4, 3)])
-def test_cutout_covers_a_square_about_any_pixel(height: int, width: int, cutout: float, side: int) -> None:
-    places = [((x + 0.5) / width, (y + 0.5) / height) for y in range(height) for x in range(width)]
-    draws = torch.zeros(len(places), POLICY_DRAWS, dtype=torch.float64)
-    draws[:, :2] = torch.tensor(places, dtype=torch.float64)
+def test_cutout_covers_a_square_around_any_pixel(height: int, width: int, cutout: float, side: int) -> None:
+    positions = [((x + 0.5) / width, (y + 0.5) / height) for y in range(height) for x in range(width)]
+    draws = torch.zeros(len(positions), POLICY_DRAWS, dtype=torch.float64)
+    draws[:, :2] = torch.tensor(positions, dtype=torch.float64)
     image = np.zeros((height, width, 3), dtype=np.uint8)
-    images = torch.from_numpy(image).expand(len(places), -1, -1, -1)
+    images = torch.from_numpy(image).expand(len(positions), -1, -1, -1)
     got = apply_policy(images, draws, Policy(layers=0, cutout=cutout, fill=FILL)).numpy()
-    for result, (x, y) in zip(got, places, strict=True):
+    for result, (x, y) in zip(got, positions, strict=True):
         np.testing.assert_array_equal(result, covered(image, x, y, side))
     areas = (got == FILL).all(-1).sum((1, 2))
     assert areas.max() == side * side
     assert areas.min() == (side // 2) * (side // 2) if side % 2 == 0 else areas.min() >= (side // 2) ** 2
-    # Each pixel in the middle is covered by exactly the side * side squares whose centres are near enough.
+    # A pixel in the middle is covered by exactly the side * side squares whose centres are close enough.
     assert (got == FILL).all(-1).sum(0)[height // 2, width // 2] == side * side
 
 
-def test_columns_keep_their_meaning_whatever_the_policy() -> None:
+def test_the_meaning_of_a_column_does_not_depend_on_the_policy() -> None:
     assert POLICY_DRAWS == 18
     images, draws = random_batch(64, 12, 12)
     changed = draws.clone()
@@ -257,14 +257,14 @@ def test_columns_keep_their_meaning_whatever_the_policy() -> None:
 
 
 def test_the_meaning_of_a_seed_is_frozen() -> None:
-    """If this fails, runs no longer see the images they saw before: the order of operations or a bit has changed."""
+    """If this fails, runs no longer get the same images as before: the order of operations or some bits changed."""
     image = (torch.arange(200 * 24 * 20 * 3) * 2654435761 % 2**32 >> 24).to(torch.uint8).view(200, 24, 20, 3)
     draws = (torch.arange(200 * POLICY_DRAWS) * 40503 % 65521).to(torch.float64).view(200, POLICY_DRAWS) / 65521
     got = apply_policy(image, draws, Policy(layers=4, probability=0.9))
     assert zlib.crc32(got.numpy().tobytes()) == 2923733864
 
 
-def test_the_input_is_left_alone_and_the_output_is_new() -> None:
+def test_the_input_is_unchanged_and_the_output_is_a_new_tensor() -> None:
     images, draws = random_batch(40, 8, 8)
     before, draws_before = images.clone(), draws.clone()
     for policy in (Policy(probability=1.0), Policy(layers=0, cutout=0.0)):
@@ -292,7 +292,7 @@ def test_memory_layout_does_not_matter() -> None:
     assert torch.equal(apply_policy(planes, draws, Policy()), apply_policy(images, draws, Policy()))
 
 
-def test_wrong_images_and_draws_are_named() -> None:
+def test_invalid_images_and_draws_are_refused() -> None:
     images, draws = random_batch(4, 8, 8)
     for wrong in (images.float(), images[0], images[..., :2], images.permute(0, 3, 1, 2)):
         with pytest.raises(ValueError, match=r"images must be uint8 \(B, H, W, 3\)"):
@@ -327,6 +327,6 @@ def test_wrong_images_and_draws_are_named() -> None:
         ("fill", (0.5, 0.5, 0.5)),
     ],
 )
-def test_a_wrong_policy_is_refused_by_key(key: str, value: Any) -> None:
+def test_an_invalid_policy_is_refused_with_the_name_of_the_key(key: str, value: Any) -> None:
     with pytest.raises(ValueError, match=rf"policy\.{key} = "):
         Policy(**{key: value})

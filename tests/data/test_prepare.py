@@ -1,4 +1,4 @@
-"""`sopdist prepare` from end to end, on real files: what goes in, what comes out, what is left out."""
+"""`sopdist prepare` end to end, on real files: which images are written, and which are skipped."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from sopdist.data.manifest import read_manifest
 from sopdist.data.sources import imagefolder, lists
 from sopdist.data.split import open_split
 
-from .pictures import encoded, picture
+from ..support.pictures import encoded, picture
 
 CLASSES = ("bird", "cat", "dog")
 
 
 def make_images(root: Path, count: int = 12, width: int = 60, height: int = 40) -> dict[str, bytes]:
-    """A folder of real JPEGs, PNGs and WebPs in three classes; returns what it wrote by path, in order."""
+    """Write a folder of real JPEGs, PNGs and WebPs in three classes; returns {path: content}, in order."""
     files = {}
     for number in range(count):
         format_ = ("JPEG", "PNG", "WEBP")[number % 3]
@@ -48,11 +48,11 @@ def prepare(root: Path, out: Path, *options: str, source: str = "imagefolder") -
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """All files of a folder, with their bytes."""
+    """All files in a folder, with their bytes."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_images_go_in_byte_for_byte_and_stock_readers_find_them(tmp_path: Path) -> None:
+def test_images_are_copied_byte_for_byte_and_stock_readers_can_read_them(tmp_path: Path) -> None:
     files = make_images(tmp_path / "in")
     assert prepare(tmp_path / "in", tmp_path / "out", "--samples-per-shard", "5", "--order", "source") == 0
     folder = tmp_path / "out" / "train"
@@ -91,7 +91,7 @@ def test_the_same_input_gives_the_same_bytes_with_any_number_of_workers(tmp_path
     assert contents(tmp_path / "1") == contents(tmp_path / "3")
 
 
-def test_resize_shrinks_large_images_and_leaves_small_ones_alone(tmp_path: Path) -> None:
+def test_resize_shrinks_large_images_and_copies_small_ones(tmp_path: Path) -> None:
     large, small = encoded(picture(0, 90, 60), "PNG"), encoded(picture(1, 30, 20), "PNG")
     write_files(tmp_path / "in", {"a/large.png": large, "b/small.png": small})
     assert prepare(tmp_path / "in", tmp_path / "out", "--resize", "32", "--quality", "50") == 0
@@ -101,7 +101,7 @@ def test_resize_shrinks_large_images_and_leaves_small_ones_alone(tmp_path: Path)
         assert split.image(1) == small
 
 
-def test_bad_images_are_left_out_of_everything_and_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_images_are_skipped_and_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     good = encoded(picture(0))
     png = encoded(picture(1), "PNG")
     turned = Image.Exif()
@@ -132,7 +132,7 @@ def test_bad_images_are_left_out_of_everything_and_listed(tmp_path: Path, capsys
     folder = tmp_path / "out" / "train"
     lines = [line.split("\t") for line in (folder / "skipped.txt").read_text().splitlines()]
     assert {path: reason.split(" (")[0] for path, reason in lines} == {
-        "a/01 truncated.jpg": "JPEG cut short: it has no end marker",
+        "a/01 truncated.jpg": "truncated JPEG: no end marker",
         "a/02 empty.jpg": "empty file",
         "b/09 bomb.png": "70000 x 70000 pixels, more than the 134,217,728 allowed",
         "b/10 page.jpg": "HTML or XML, not JPEG, PNG or WebP",
@@ -151,19 +151,17 @@ def test_bad_images_are_left_out_of_everything_and_listed(tmp_path: Path, capsys
                 assert Image.open(io.BytesIO(split.image(index))).format == "PNG"
             else:
                 assert split.image(index) == files[path]
-        keys = [key for shard in split.manifest.shards for key in split.place_of(shard.first)[0].index.keys]
+        keys = [key for shard in split.manifest.shards for key in split.locate(shard.first)[0].index.keys]
         assert "b/12%2Ejpg" in keys
         assert "b/12%2Epng" in keys
-        shard, place = split.place_of(kept.index("b/11 really.a.png.jpg"))
-        assert shard.index.extensions[place] == "png"  # by content, whatever its name says
+        shard, position = split.locate(kept.index("b/11 really.a.png.jpg"))
+        assert shard.index.extensions[position] == "png"  # by content, not by name
     out = capsys.readouterr().out
     assert re.search(r"train +10 +4 +0\.\d +2 +6\n", out)
     assert "skipped.txt" in out
 
 
-def test_too_many_bad_images_are_an_error_that_can_be_acted_upon(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_too_many_bad_images_are_an_error_with_advice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = make_images(tmp_path / "in", count=20)
     lost = list(files)[3:8]
     for path in lost:
@@ -173,23 +171,23 @@ def test_too_many_bad_images_are_an_error_that_can_be_acted_upon(
     assert prepare(tmp_path / "in", tmp_path / "out", *options) == 1
     error = capsys.readouterr().err
     assert "sopdist: " in error
-    for says in ("5 of 20", "25.0%", "Is --root right?", lost[0], "empty file", "skipped.txt", "--max-bad 0.25"):
+    for says in ("5 of 20", "25.0%", "Is --root correct?", lost[0], "empty file", "skipped.txt", "--max-bad 0.25"):
         assert says in error
     assert len((folder / "skipped.txt").read_text().splitlines()) == 5
     assert not (folder / "manifest.json").exists()
 
     before = {path: path.stat().st_mtime_ns for path in folder.glob("*.tar")}
     assert prepare(tmp_path / "in", tmp_path / "out", *options, "--max-bad", "0.25") == 0
-    assert {path: path.stat().st_mtime_ns for path in folder.glob("*.tar")} == before  # nothing is done twice
+    assert {path: path.stat().st_mtime_ns for path in folder.glob("*.tar")} == before  # nothing is written twice
     manifest = read_manifest(folder)
     assert manifest.samples == 15
-    assert "shard-000002.tar" not in [shard.name for shard in manifest.shards]  # nothing in it could be used
+    assert "shard-000002.tar" not in [shard.name for shard in manifest.shards]  # it has no usable images
     with open_split(folder) as split:
         assert [split.image(i) for i in range(15)] == [files[path] for path in files if path not in lost]
 
 
-def test_images_that_came_back_are_taken_after_all(tmp_path: Path) -> None:
-    """A wrong --root or a server that was away must not stay in the records of finished shards."""
+def test_skipped_images_that_became_usable_are_included_when_resuming(tmp_path: Path) -> None:
+    """The effects of a wrong --root or an unavailable server must not persist in finished shards."""
     files = make_images(tmp_path / "in", count=20)
     for path in list(files)[:9]:
         (tmp_path / "in" / path).write_bytes(b"")
@@ -202,15 +200,15 @@ def test_images_that_came_back_are_taken_after_all(tmp_path: Path) -> None:
     assert not (tmp_path / "out" / "train" / "skipped.txt").exists()
 
 
-def reader_that_fails(ill: str, reason: int) -> Callable[[Path, list[str]], Callable[[int], bytes]]:
-    """As lists.reader, but one of the images gives an error of the operating system."""
+def failing_reader(bad: str, reason: int) -> Callable[[Path, list[str]], Callable[[int], bytes]]:
+    """Like lists.reader, but reading one of the images raises an OSError."""
 
     def reader(root: Path, paths: list[str]) -> Callable[[int], bytes]:
         read = lists.reader(root, paths)
 
         def fail(number: int) -> bytes:
-            if paths[number] == ill:
-                raise OSError(reason, os.strerror(reason), ill)
+            if paths[number] == bad:
+                raise OSError(reason, os.strerror(reason), bad)
             return read(number)
 
         return fail
@@ -219,17 +217,17 @@ def reader_that_fails(ill: str, reason: int) -> Callable[[Path, list[str]], Call
 
 
 @pytest.mark.parametrize("reason", [errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EMFILE, errno.ENOMEM])
-def test_a_trouble_that_may_pass_stops_the_run_and_costs_no_sample(
+def test_a_temporary_error_stops_the_run_and_loses_no_sample(
     tmp_path: Path, reason: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = make_images(tmp_path / "in", count=20)
     options = ["--samples-per-shard", "5", "--order", "source", "--workers", "1", "--max-bad", "1"]
-    ill = list(files)[12]
+    bad = list(files)[12]
     with monkeypatch.context() as patch:
-        patch.setattr(imagefolder, "reader", reader_that_fails(ill, reason))
+        patch.setattr(imagefolder, "reader", failing_reader(bad, reason))
         assert prepare(tmp_path / "in", tmp_path / "out", *options) == 1
     error = capsys.readouterr().err
-    assert f"{ill}: cannot be read: {os.strerror(reason)}" in error
+    assert f"{bad}: cannot be read: {os.strerror(reason)}" in error
     assert "run the same command again" in error
     assert len(list((tmp_path / "out" / "train").glob("*.done"))) >= 2
     assert prepare(tmp_path / "in", tmp_path / "out", *options) == 0
@@ -239,33 +237,33 @@ def test_a_trouble_that_may_pass_stops_the_run_and_costs_no_sample(
 
 
 @pytest.mark.parametrize("reason", [errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR])
-def test_a_trouble_of_the_image_alone_skips_it(tmp_path: Path, reason: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_permanent_error_of_an_image_skips_it(tmp_path: Path, reason: int, monkeypatch: pytest.MonkeyPatch) -> None:
     files = make_images(tmp_path / "in")
-    ill = list(files)[3]
-    monkeypatch.setattr(imagefolder, "reader", reader_that_fails(ill, reason))
+    bad = list(files)[3]
+    monkeypatch.setattr(imagefolder, "reader", failing_reader(bad, reason))
     assert prepare(tmp_path / "in", tmp_path / "out", "--max-bad", "0.1") == 0
-    said = (tmp_path / "out" / "train" / "skipped.txt").read_text()
-    assert said == f"{ill}\tcannot be read: {os.strerror(reason)}\n"
+    listed = (tmp_path / "out" / "train" / "skipped.txt").read_text()
+    assert listed == f"{bad}\tcannot be read: {os.strerror(reason)}\n"
 
 
-def test_a_backslash_in_a_name_is_no_obstacle(tmp_path: Path) -> None:
+def test_a_file_name_may_contain_a_backslash(tmp_path: Path) -> None:
     image = encoded(picture(0))
     write_files(tmp_path / "in", {"a/x\\y.jpg": image, "b/1.jpg": image})
     assert prepare(tmp_path / "in", tmp_path / "out") == 0
     with open_split(tmp_path / "out" / "train") as split:
         assert split.record(0)["path"] == "a/x\\y.jpg"
-        assert split.place_of(0)[0].index.keys[0] == "a/x%5Cy"
+        assert split.locate(0)[0].index.keys[0] == "a/x%5Cy"
 
 
-def test_without_a_single_usable_image_there_is_no_split(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_split_needs_at_least_one_usable_image(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_files(tmp_path / "in", {"a/1.jpg": b"", "b/2.jpg": b""})
     assert prepare(tmp_path / "in", tmp_path / "out", "--max-bad", "1") == 1
     error = capsys.readouterr().err
     assert "2 of 2" in error
-    assert "To leave them out" not in error
+    assert "To skip them" not in error
 
 
-def test_names_that_are_not_utf8_work(tmp_path: Path) -> None:
+def test_names_may_be_invalid_utf8(tmp_path: Path) -> None:
     root = tmp_path / os.fsdecode(b"in\xff")
     image = encoded(picture(0))
     (root / "b").mkdir(parents=True)
@@ -280,33 +278,33 @@ def test_names_that_are_not_utf8_work(tmp_path: Path) -> None:
         assert split.image(1) == image
 
 
-def test_splits_can_be_chosen_and_a_summary_says_what_is_next(
+def test_splits_can_be_selected_and_a_summary_suggests_the_next_command(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name, count in (("train", 12), ("val", 6), ("test", 3)):
         make_images(tmp_path / "in" / name, count)
     assert prepare(tmp_path / "in", tmp_path / "out", "--splits", "test, train") == 0
-    said = capsys.readouterr()
-    assert "images/s" in said.err
-    assert re.search(r"train +12 +1 +0\.\d +3 +0\ntest +3 +1 ", said.out)
-    assert said.out.endswith(f"next: sopdist verify {tmp_path / 'out' / 'train'}\n")
+    output = capsys.readouterr()
+    assert "images/s" in output.err
+    assert re.search(r"train +12 +1 +0\.\d +3 +0\ntest +3 +1 ", output.out)
+    assert output.out.endswith(f"next: sopdist verify {tmp_path / 'out' / 'train'}\n")
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["test", "train"]
     assert prepare(tmp_path / "in", tmp_path / "out", "--splits", "valid") == 1
-    assert "no split 'valid'; there is train, val, test" in capsys.readouterr().err
+    assert "no split 'valid'; available: train, val, test" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("option", "value", "says"),
     [
-        ("--resize", "0", "from 1 up"),
+        ("--resize", "0", "not an integer >= 1"),
         ("--quality", "101", "from 1 to 100"),
-        ("--samples-per-shard", "many", "not a whole number"),
-        ("--workers", "-1", "from 1 up"),
+        ("--samples-per-shard", "many", "not an integer"),
+        ("--workers", "-1", "not an integer >= 1"),
         ("--max-bad", "1.5", "from 0 to 1"),
         ("--max-bad", "nan", "from 0 to 1"),
     ],
 )
-def test_options_out_of_range_are_refused_by_name(
+def test_options_out_of_range_are_refused(
     option: str, value: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as stop:

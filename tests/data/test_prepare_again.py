@@ -1,4 +1,4 @@
-"""`sopdist prepare` a second time: after an interrupt, after it was done, with another wish, on a full disk."""
+"""`sopdist prepare` a second time: after an interrupt, after completion, with other options, on a full disk."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from typing import Any, NoReturn
 
 import pytest
 
-from sopdist.data.errors import DataError
 from sopdist.data.labels import list_labels, read_labels, write_labels
 from sopdist.data.manifest import read_manifest
 from sopdist.data.prepare import engine, job
+from sopdist.errors import DataError
 
-from .pictures import encoded, picture
+from ..support.pictures import encoded, picture
 from .test_prepare import contents, make_images, prepare
 
 IN_FIVES = ("--samples-per-shard", "5", "--order", "source")
 
 
-def fail_for_want_of_space(root: Path, out: Path, *options: str, most: int) -> None:
-    """Prepare while no file may grow beyond `most` bytes."""
+def fail_for_lack_of_space(root: Path, out: Path, *options: str, max_bytes: int) -> None:
+    """Prepare while no file may grow beyond `max_bytes`."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (max_bytes, hard))
     try:
         assert prepare(root, out, *options) == 1
     finally:
@@ -36,7 +36,7 @@ def fail_for_want_of_space(root: Path, out: Path, *options: str, most: int) -> N
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
-def test_an_interrupted_run_goes_on_where_it_stopped_to_the_same_bytes(tmp_path: Path, how: signal.Signals) -> None:
+def test_an_interrupted_run_is_resumed_and_gives_the_same_bytes(tmp_path: Path, how: signal.Signals) -> None:
     photo = tmp_path / "photo.jpg"
     photo.write_bytes(encoded(picture(0, 1000, 700), quality=90))
     for number in range(110):
@@ -48,39 +48,39 @@ def test_an_interrupted_run_goes_on_where_it_stopped_to_the_same_bytes(tmp_path:
     folder = tmp_path / "out" / "train"
     command = [sys.executable, "-m", "sopdist", "prepare", "imagefolder", "--root", "in", "--out", "out", *options]
     with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
-        patience = time.monotonic() + 60
+        deadline = time.monotonic() + 60
         while len(list(folder.glob("*.done"))) < 3:
-            assert time.monotonic() < patience
+            assert time.monotonic() < deadline
             assert process.poll() is None, process.stderr.read()
             time.sleep(0.01)
-        asked = time.monotonic()
+        signalled = time.monotonic()
         process.send_signal(how)
         _, error = process.communicate(timeout=60)
     done = {path.with_suffix(".tar") for path in folder.glob("*.done")}
-    assert 3 <= len(done) < 22  # the test is about the middle
+    assert 3 <= len(done) < 22  # interrupted in the middle
     with pytest.raises(DataError, match="interrupted"):
         read_manifest(folder)
     if how == signal.SIGINT:
         assert process.returncode == 130
-        assert time.monotonic() - asked < 5
+        assert time.monotonic() - signalled < 5
         assert "run the same command again" in error
         assert "Traceback" not in error
         assert not list(folder.rglob("*.part"))
     written = {path: path.stat().st_mtime_ns for path in done}
 
     assert prepare(tmp_path / "in", tmp_path / "out", *options) == 0
-    assert {path: path.stat().st_mtime_ns for path in done} == written  # what was finished was kept
+    assert {path: path.stat().st_mtime_ns for path in done} == written  # finished shards are kept
     assert not list(folder.rglob("*.part"))
     assert prepare(tmp_path / "in", tmp_path / "through", *options, "--workers", "1") == 0
     assert contents(tmp_path / "out") == contents(tmp_path / "through")
 
 
-def test_when_nothing_more_can_be_written_the_message_says_what_to_do_and_a_later_run_goes_on(
+def test_a_failed_write_gives_advice_and_the_run_can_be_resumed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_images(tmp_path / "in", count=20)
     (tmp_path / "in" / "dog" / "large.png").write_bytes(encoded(picture(0, 300, 200), "PNG"))
-    fail_for_want_of_space(tmp_path / "in", tmp_path / "out", *IN_FIVES, "--workers", "1", most=80_000)
+    fail_for_lack_of_space(tmp_path / "in", tmp_path / "out", *IN_FIVES, "--workers", "1", max_bytes=80_000)
     error = capsys.readouterr().err
     assert "shard-000004.tar: cannot be written: File too large" in error
     assert "run the same command again" in error
@@ -96,7 +96,7 @@ def test_when_nothing_more_can_be_written_the_message_says_what_to_do_and_a_late
 
 
 def can_mount() -> bool:
-    """May we have a file system of our own, for a moment and seen by nobody else?"""
+    """Whether a file system can be mounted in a private namespace."""
     try:
         return subprocess.run(["unshare", "-rm", "mount", "-t", "tmpfs", "tmpfs", "/mnt"]).returncode == 0
     except OSError:
@@ -104,7 +104,7 @@ def can_mount() -> bool:
 
 
 @pytest.mark.skipif(not can_mount(), reason="needs user namespaces to mount a small file system")
-def test_a_full_disk_leaves_nothing_that_looks_complete(tmp_path: Path) -> None:
+def test_a_full_disk_leaves_no_split_that_looks_complete(tmp_path: Path) -> None:
     make_images(tmp_path / "in", count=60)
     (tmp_path / "out").mkdir()
     script = 'mount -t tmpfs -o size=200k tmpfs out && "$@"; echo "code $?"; ls out/train'
@@ -121,8 +121,8 @@ def test_a_full_disk_leaves_nothing_that_looks_complete(tmp_path: Path) -> None:
     assert len([name for name in left if name.endswith(".done")]) >= 1
 
 
-@pytest.mark.skipif(not Path("/sys/kernel").is_dir(), reason="needs a place where not even root may write")
-def test_a_place_that_cannot_be_written_to_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.skipif(not Path("/sys/kernel").is_dir(), reason="needs a folder where not even root may write")
+def test_a_folder_that_is_not_writable_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_images(tmp_path / "in")
     assert prepare(tmp_path / "in", Path("/sys/kernel/sopdist")) == 1
     assert "sopdist: /sys/kernel/sopdist" in (error := capsys.readouterr().err)
@@ -132,7 +132,7 @@ def test_a_place_that_cannot_be_written_to_is_named(tmp_path: Path, capsys: pyte
     assert "Not a directory" in capsys.readouterr().err
 
 
-def test_what_is_prepared_already_is_left_alone_with_the_label_sets_that_were_added(
+def test_a_complete_split_and_its_added_label_sets_are_not_changed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_images(tmp_path / "in")
@@ -150,7 +150,7 @@ def test_what_is_prepared_already_is_left_alone_with_the_label_sets_that_were_ad
 
 
 @pytest.mark.skipif(not can_mount(), reason="needs user namespaces to mount a file system")
-def test_what_is_prepared_already_may_lie_where_nothing_can_be_written(tmp_path: Path) -> None:
+def test_a_complete_split_may_be_on_a_read_only_file_system(tmp_path: Path) -> None:
     make_images(tmp_path / "in")
     prepare_ = [sys.executable, "-m", "sopdist", "prepare", "imagefolder", "--root", "in", "--out", "out"]
     assert prepare(tmp_path / "in", tmp_path / "out") == 0
@@ -161,10 +161,8 @@ def test_what_is_prepared_already_may_lie_where_nothing_can_be_written(tmp_path:
     assert "already prepared" in result.stdout
 
 
-def test_to_find_it_prepared_already_deletes_nothing_that_is_not_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a file system that is read-only even the attempt is an error."""
+def test_for_a_complete_split_no_missing_files_are_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a read-only file system, even the attempt is an error."""
     make_images(tmp_path / "in")
     assert prepare(tmp_path / "in", tmp_path / "out") == 0
 
@@ -175,7 +173,7 @@ def test_to_find_it_prepared_already_deletes_nothing_that_is_not_there(
     assert prepare(tmp_path / "in", tmp_path / "out") == 0
 
 
-def test_another_job_is_refused_by_what_differs_unless_told_to_overwrite(
+def test_a_different_job_is_refused_with_the_differences_unless_overwriting(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_images(tmp_path / "in")
@@ -187,22 +185,22 @@ def test_another_job_is_refused_by_what_differs_unless_told_to_overwrite(
     capsys.readouterr()
     assert prepare(tmp_path / "in", tmp_path / "out", "--samples-per-shard", "6", "--resize", "16") == 1
     error = capsys.readouterr().err
-    for says in ("samples per shard (there 5, now 6)", "resize (there None, now 16)", "--overwrite"):
+    for says in ("samples per shard (was 5, now 6)", "resize (was None, now 16)", "--overwrite"):
         assert says in error
     (tmp_path / "in" / "dog" / "new.jpg").write_bytes(encoded(picture(99)))
     assert prepare(tmp_path / "in", tmp_path / "out", *IN_FIVES) == 1
-    assert "images (there 12, now 13), paths, labels;" in capsys.readouterr().err
+    assert "images (was 12, now 13), paths, labels;" in capsys.readouterr().err
     assert contents(folder) == before
 
     assert prepare(tmp_path / "in", tmp_path / "out", "--samples-per-shard", "13", "--overwrite") == 0
-    assert list_labels(folder) == ["given"]  # the others were about other indices
+    assert list_labels(folder) == ["given"]  # the others belonged to other indices
     assert (folder / "notes.txt").read_text() == "mine"
     (folder / "notes.txt").unlink()
     assert prepare(tmp_path / "in", tmp_path / "through", "--samples-per-shard", "13") == 0
     assert contents(tmp_path / "out") == contents(tmp_path / "through")
 
 
-def test_a_label_set_that_is_added_later_leaves_out_what_was_skipped(tmp_path: Path) -> None:
+def test_a_label_set_added_later_omits_skipped_images(tmp_path: Path) -> None:
     files = list(make_images(tmp_path / "in", count=20))
     (tmp_path / "in" / files[7]).write_bytes(b"")
     table = tmp_path / "in" / "labels.csv"
@@ -219,20 +217,20 @@ def test_a_label_set_that_is_added_later_leaves_out_what_was_skipped(tmp_path: P
     assert contents(tmp_path / "out") == contents(tmp_path / "through")
 
 
-def test_a_run_that_was_begun_differently_is_refused_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_was_started_differently_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_images(tmp_path / "in", count=20)
     options = (*IN_FIVES, "--workers", "1")
     (tmp_path / "in" / "dog" / "large.png").write_bytes(encoded(picture(0, 300, 200), "PNG"))
-    fail_for_want_of_space(tmp_path / "in", tmp_path / "out", *options, most=80_000)
+    fail_for_lack_of_space(tmp_path / "in", tmp_path / "out", *options, max_bytes=80_000)
     capsys.readouterr()
     assert prepare(tmp_path / "in", tmp_path / "out", "--samples-per-shard", "4", "--order", "source") == 1
-    assert "was begun differently: samples per shard (there 5, now 4)" in capsys.readouterr().err
+    assert "was started differently: samples per shard (was 5, now 4)" in capsys.readouterr().err
     assert prepare(tmp_path / "in", tmp_path / "out", "--samples-per-shard", "30", "--overwrite") == 0
     assert prepare(tmp_path / "in", tmp_path / "through", "--samples-per-shard", "30") == 0
     assert contents(tmp_path / "out") == contents(tmp_path / "through")
 
 
-def test_overwriting_that_fails_half_way_does_not_look_complete(
+def test_a_split_does_not_look_complete_after_a_failed_overwrite(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_images(tmp_path / "in")
@@ -245,12 +243,12 @@ def test_overwriting_that_fails_half_way_does_not_look_complete(
         read_manifest(folder)
     (folder / "shard-000007.done").rmdir()
     assert prepare(tmp_path / "in", tmp_path / "out") == 1
-    assert "has lost its manifest.json" in capsys.readouterr().err
+    assert "its manifest.json is missing" in capsys.readouterr().err
     assert prepare(tmp_path / "in", tmp_path / "out", "--overwrite") == 0
 
 
 @pytest.mark.parametrize("options", [("--overwrite",), ("--overwrite-once", "job-7")])
-def test_overwriting_that_is_interrupted_leaves_no_split_that_looks_complete_and_goes_on_with_all(
+def test_an_interrupted_overwrite_leaves_no_split_that_looks_complete_and_can_be_resumed(
     tmp_path: Path, options: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("train", "val"):
@@ -262,33 +260,33 @@ def test_overwriting_that_is_interrupted_leaves_no_split_that_looks_complete_and
         write_shards(*args)
         raise KeyboardInterrupt
 
-    wish = ("--samples-per-shard", "4")
+    other = ("--samples-per-shard", "4")
     with monkeypatch.context() as patch:
         patch.setattr(engine, "_write_shards", interrupted)
-        assert prepare(tmp_path / "in", tmp_path / "out", *wish, *options) == 130
+        assert prepare(tmp_path / "in", tmp_path / "out", *other, *options) == 130
     for name in ("train", "val"):
         with pytest.raises(DataError):
             read_manifest(tmp_path / "out" / name)
     (shard, *_) = written = sorted((tmp_path / "out" / "train").glob("*.tar"))
     times = [path.stat().st_mtime_ns for path in written]
     again = () if "--overwrite" in options else options
-    assert prepare(tmp_path / "in", tmp_path / "out", *wish, *again) == 0
-    assert [path.stat().st_mtime_ns for path in written] == times, "what was finished is kept"
-    assert prepare(tmp_path / "in", tmp_path / "through", *wish) == 0
+    assert prepare(tmp_path / "in", tmp_path / "out", *other, *again) == 0
+    assert [path.stat().st_mtime_ns for path in written] == times, "finished shards are kept"
+    assert prepare(tmp_path / "in", tmp_path / "through", *other) == 0
     assert contents(tmp_path / "out") == contents(tmp_path / "through")
-    if again:  # it is over: another run of that name is another one
-        assert prepare(tmp_path / "in", tmp_path / "out", *wish, *again) == 0
+    if again:  # the run is complete: a new run of that name overwrites again
+        assert prepare(tmp_path / "in", tmp_path / "out", *other, *again) == 0
         assert shard.stat().st_mtime_ns != times[0]
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "..\n"])
-def test_a_run_that_overwrites_once_needs_a_name_for_a_file(tmp_path: Path, name: str) -> None:
+def test_the_name_of_overwrite_once_must_be_valid_in_a_file_name(tmp_path: Path, name: str) -> None:
     with pytest.raises(SystemExit):
         prepare(tmp_path, tmp_path / "out", "--overwrite-once", name)
 
 
 @pytest.mark.parametrize("name", ["holiday.jpg", "manifest.json"])
-def test_a_folder_of_somebody_else_is_never_written_to(
+def test_a_folder_with_other_files_is_never_changed(
     tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_images(tmp_path / "in")
@@ -297,7 +295,7 @@ def test_a_folder_of_somebody_else_is_never_written_to(
     (folder / name).write_text("{}")
     for options in ([], ["--overwrite"]):
         assert prepare(tmp_path / "in", tmp_path / "out", *options) == 1
-        assert f"not made by `sopdist prepare` (it has {name})" in capsys.readouterr().err
+        assert f"not created by `sopdist prepare` (it has {name})" in capsys.readouterr().err
     assert contents(folder) == {name: b"{}"}
 
 
@@ -310,10 +308,10 @@ def test_all_splits_are_checked_before_the_first_is_written(tmp_path: Path) -> N
     assert not (tmp_path / "out" / "train").exists()
 
 
-def test_shards_that_were_damaged_meanwhile_are_written_again(tmp_path: Path) -> None:
+def test_shards_damaged_after_an_interrupt_are_written_again(tmp_path: Path) -> None:
     make_images(tmp_path / "in", count=21)
     (tmp_path / "in" / "dog" / "large.png").write_bytes(encoded(picture(0, 300, 200), "PNG"))
-    fail_for_want_of_space(tmp_path / "in", tmp_path / "out", *IN_FIVES, "--workers", "1", most=80_000)
+    fail_for_lack_of_space(tmp_path / "in", tmp_path / "out", *IN_FIVES, "--workers", "1", max_bytes=80_000)
     folder = tmp_path / "out" / "train"
     os.truncate(folder / "shard-000000.tar", 1000)
     (folder / "shard-000001.idx").unlink()
@@ -323,9 +321,9 @@ def test_shards_that_were_damaged_meanwhile_are_written_again(tmp_path: Path) ->
     assert contents(tmp_path / "out") == contents(tmp_path / "through")
 
 
-def test_two_runs_at_a_time_do_not_meet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_second_run_in_the_same_folder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_images(tmp_path / "in")
     with job.locked(tmp_path / "out" / "train"):
         assert prepare(tmp_path / "in", tmp_path / "out") == 1
-    assert "another `sopdist prepare` is at work here" in capsys.readouterr().err
+    assert "another `sopdist prepare` is running here" in capsys.readouterr().err
     assert prepare(tmp_path / "in", tmp_path / "out") == 0

@@ -1,4 +1,4 @@
-"""Images on their way into a shard: kept byte for byte, shrunk, converted, or refused with a reason."""
+"""Images for a shard: kept byte for byte, shrunk, converted, or rejected with a reason."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import pytest
 from PIL import Image
 
 from sopdist.data.decode.images import decode_image
-from sopdist.data.errors import ImageError
 from sopdist.data.headers import FORMATS, MAX_PIXELS, read_header
-from sopdist.data.prepare.reencode import fit_for_shard, strict_pillow
+from sopdist.data.prepare.reencode import encode_for_shard, strict_pillow
+from sopdist.errors import ImageError
 
-from .pictures import encoded, picture
+from ..support.pictures import encoded, picture
 
 WIDE = picture(1, 120, 80)
 ORIENTATION = 0x0112
@@ -28,21 +28,21 @@ def strict() -> Iterator[None]:
         yield
 
 
-def shown(content: bytes) -> Image.Image:
+def decoded(content: bytes) -> Image.Image:
     image = Image.open(io.BytesIO(content))
     image.load()
     return image
 
 
 def difference(image: Image.Image, expected: Image.Image) -> float:
-    """Mean over all pixels and colours, of 255."""
+    """Mean absolute difference over all pixels and channels, on a scale of 255."""
     assert image.size == expected.size
     assert image.mode == "RGB"
     return float(np.abs(np.asarray(image).astype(int) - np.asarray(expected.convert("RGB")).astype(int)).mean())
 
 
 def bomb(content: bytes, at: int, kind: str, width: int, height: int) -> bytes:
-    """The same file, with another size in its header."""
+    """The same file, with another image size in its header."""
     size = struct.pack(kind, width, height)
     return content[:at] + size + content[at + len(size) :]
 
@@ -61,40 +61,40 @@ def bomb(content: bytes, at: int, kind: str, width: int, height: int) -> bytes:
     ],
     ids=["jpeg", "progressive", "cmyk", "grey", "palette", "16 bit", "webp", "animated webp"],
 )
-def test_what_can_be_stored_goes_in_byte_for_byte(content: bytes, extension: str) -> None:
-    assert fit_for_shard(content) == (extension, content)
-    assert fit_for_shard(content, short_side=80) == (extension, content)  # small enough: never decoded
+def test_supported_formats_are_stored_byte_for_byte(content: bytes, extension: str) -> None:
+    assert encode_for_shard(content) == (extension, content)
+    assert encode_for_shard(content, short_side=80) == (extension, content)  # small enough: never decoded
 
 
 @pytest.mark.parametrize("format", ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF"])
-def test_resized_the_short_side_is_as_asked_and_the_picture_the_same(format: str) -> None:  # noqa: A002
+def test_a_resized_image_has_the_requested_short_side_and_the_same_content(format: str) -> None:  # noqa: A002
     wide, tall = picture(3, 300, 200), picture(4, 201, 500)
     for image, size in ((wide, (60, 40)), (tall, (40, round(500 * 40 / 201)))):
-        result = fit_for_shard(encoded(image, format), short_side=40)
+        result = encode_for_shard(encoded(image, format), short_side=40)
         assert result.format == "jpg"
-        small = shown(result.content)
+        small = decoded(result.content)
         assert small.format == "JPEG"
         dither = 9 if format == "GIF" else 3
         assert difference(small, image.resize(size, Image.Resampling.BOX)) < dither
 
 
-def test_never_enlarged_never_flattened_to_nothing() -> None:
+def test_images_are_never_enlarged_and_keep_at_least_the_short_side() -> None:
     content = encoded(picture(0, 30, 20))
-    assert fit_for_shard(content, short_side=64).content == content
-    converted = fit_for_shard(encoded(picture(0, 30, 20), "BMP"), short_side=64)
+    assert encode_for_shard(content, short_side=64).content == content
+    converted = encode_for_shard(encoded(picture(0, 30, 20), "BMP"), short_side=64)
     assert converted.format == "jpg"
-    assert shown(converted.content).size == (30, 20)
-    assert shown(fit_for_shard(encoded(picture(0, 4000, 3)), short_side=2).content).size == (2667, 2)
+    assert decoded(converted.content).size == (30, 20)
+    assert decoded(encode_for_shard(encoded(picture(0, 4000, 3)), short_side=2).content).size == (2667, 2)
 
 
-def test_a_photo_that_passes_as_it_is_also_passes_when_shrunk() -> None:
+def test_a_photo_that_can_be_stored_can_also_be_shrunk() -> None:
     """110 megapixels: more than Pillow's own limit, less than ours."""
     content = encoded(Image.new("L", (11_000, 10_000), 99))
-    assert fit_for_shard(content) == ("jpg", content)
-    assert shown(fit_for_shard(content, short_side=50).content).size == (55, 50)
+    assert encode_for_shard(content) == ("jpg", content)
+    assert decoded(encode_for_shard(content, short_side=50).content).size == (55, 50)
 
 
-def test_the_limit_of_pillow_is_put_back() -> None:
+def test_the_pixel_limit_of_pillow_is_restored() -> None:
     before = Image.MAX_IMAGE_PIXELS
     Image.MAX_IMAGE_PIXELS = 77
     try:
@@ -105,26 +105,26 @@ def test_the_limit_of_pillow_is_put_back() -> None:
         Image.MAX_IMAGE_PIXELS = before
 
 
-def test_shrunk_and_decoded_in_training_follow_one_rule() -> None:
+def test_shrinking_decodes_images_as_training_does() -> None:
     deep = (np.arange(4800, dtype=np.uint16) * 13).reshape(60, 80)
     exif = Image.Exif()
     for orientation in range(1, 9):
         exif[ORIENTATION] = orientation
         content = encoded(Image.fromarray(deep), "PNG", exif=exif)
         trained = Image.fromarray(decode_image(content, read_header(content)))
-        shrunk = shown(fit_for_shard(content, short_side=59).content)
+        shrunk = decoded(encode_for_shard(content, short_side=59).content)
         assert difference(shrunk, trained.resize(shrunk.size, Image.Resampling.BICUBIC)) < 2
 
 
-def test_quality_is_as_asked() -> None:
+def test_the_requested_quality_is_used() -> None:
     content = encoded(picture(0, 300, 200))
-    small, large = (fit_for_shard(content, 100, quality).content for quality in (20, 95))
+    small, large = (encode_for_shard(content, 100, quality).content for quality in (20, 95))
     assert len(small) < len(large) / 2
-    assert fit_for_shard(content, 100).content == large
+    assert encode_for_shard(content, 100).content == large
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_an_image_that_exif_turns_comes_out_upright(orientation: int) -> None:
+def test_an_image_rotated_by_exif_is_stored_upright(orientation: int) -> None:
     upright = picture(5, 120, 80)
     stored = {
         1: upright,
@@ -132,7 +132,7 @@ def test_an_image_that_exif_turns_comes_out_upright(orientation: int) -> None:
         3: upright.rotate(180),
         4: upright.transpose(Image.Transpose.FLIP_TOP_BOTTOM),
         5: upright.transpose(Image.Transpose.TRANSPOSE),
-        6: upright.rotate(90, expand=True),  # the camera was turned: shown after a quarter turn clockwise
+        6: upright.rotate(90, expand=True),  # displayed after a clockwise rotation by 90 degrees
         7: upright.transpose(Image.Transpose.TRANSVERSE),
         8: upright.rotate(-90, expand=True),
     }[orientation]
@@ -140,12 +140,12 @@ def test_an_image_that_exif_turns_comes_out_upright(orientation: int) -> None:
     exif[ORIENTATION] = orientation
     for format_ in ("JPEG", "PNG", "WEBP", "TIFF"):
         content = encoded(stored, format_, exif=exif)
-        result = shown(fit_for_shard(content, short_side=40).content)
+        result = decoded(encode_for_shard(content, short_side=40).content)
         assert difference(result, upright.resize((60, 40), Image.Resampling.BOX)) < 4, format_
         assert result.getexif().get(ORIENTATION, 1) == 1
 
 
-def test_odd_colours_become_the_rgb_that_training_sees() -> None:
+def test_unusual_colour_modes_become_the_rgb_that_training_sees() -> None:
     expected = WIDE.resize((60, 40), Image.Resampling.BOX)
     for content in (
         encoded(WIDE.convert("CMYK"), "JPEG", quality=95),
@@ -154,10 +154,10 @@ def test_odd_colours_become_the_rgb_that_training_sees() -> None:
         encoded(WIDE.convert("CMYK"), "TIFF"),
         encoded(WIDE, "WEBP", lossless=True, save_all=True, append_images=[picture(2, 120, 80)]),
     ):
-        assert difference(shown(fit_for_shard(content, short_side=40).content), expected) < 5
-    deep = (np.asarray(WIDE.convert("L")).astype(np.uint16) << 8) + 77  # 16 bits a pixel
+        assert difference(decoded(encode_for_shard(content, short_side=40).content), expected) < 5
+    deep = (np.asarray(WIDE.convert("L")).astype(np.uint16) << 8) + 77  # 16 bits per pixel
     for format_ in ("PNG", "TIFF"):
-        small = shown(fit_for_shard(encoded(Image.fromarray(deep), format_), short_side=40).content)
+        small = decoded(encode_for_shard(encoded(Image.fromarray(deep), format_), short_side=40).content)
         assert difference(small, expected.convert("L")) < 3
 
 
@@ -173,20 +173,20 @@ def test_odd_colours_become_the_rgb_that_training_sees() -> None:
     ],
     ids=["bmp", "tiff", "grey gif", "gif", "1 bit", "16 bit"],
 )
-def test_other_formats_become_png_without_loss(image: Image.Image, format: str) -> None:  # noqa: A002
-    result = fit_for_shard(encoded(image, format))
+def test_other_formats_are_converted_to_png_losslessly(image: Image.Image, format: str) -> None:  # noqa: A002
+    result = encode_for_shard(encoded(image, format))
     assert result.format == "png"
-    png = shown(result.content)
+    png = decoded(result.content)
     assert png.format == "PNG"
     rgb = [np.asarray(one if one.mode.startswith("I") else one.convert("RGB")) for one in (png, image)]
     np.testing.assert_array_equal(*rgb)
 
 
-def test_of_an_animation_the_first_frame_is_taken() -> None:
+def test_the_first_frame_of_an_animation_is_used() -> None:
     frames = [Image.new("RGB", (20, 20), colour) for colour in ("red", "green", "blue")]
     content = encoded(frames[0], "GIF", save_all=True, append_images=frames[1:])
     for short_side in (None, 10):
-        result = shown(fit_for_shard(content, short_side).content).convert("RGB")
+        result = decoded(encode_for_shard(content, short_side).content).convert("RGB")
         assert difference(result, Image.new("RGB", result.size, "red")) < 3
 
 
@@ -198,10 +198,10 @@ def test_of_an_animation_the_first_frame_is_taken() -> None:
         (b"<html>404 Not Found</html>", "HTML"),
         (b"BM, this is a text", "cannot be decoded"),
         (b"%PDF-1.4 and so on", "not JPEG, PNG or WebP"),
-        (encoded(WIDE)[:-500], "cut short"),
-        (encoded(WIDE)[:20], "cut short"),
-        (encoded(WIDE, "PNG")[:-500], "cut short"),
-        (encoded(WIDE, "WEBP")[:-500], "cut short"),
+        (encoded(WIDE)[:-500], "truncated"),
+        (encoded(WIDE)[:20], "truncated"),
+        (encoded(WIDE, "PNG")[:-500], "truncated"),
+        (encoded(WIDE, "WEBP")[:-500], "truncated"),
         (encoded(WIDE, "GIF")[:-2000], "cannot be decoded"),
         (encoded(WIDE, "BMP")[:-2000], "cannot be decoded"),
         (encoded(WIDE, "TIFF")[:-2000], "cannot be decoded"),
@@ -216,27 +216,27 @@ def test_of_an_animation_the_first_frame_is_taken() -> None:
         "tiff cut", "png bomb", "gif bomb", "gif small bomb", "bmp bomb", "float",
     ],
 )  # fmt: skip
-def test_what_cannot_be_used_is_refused_with_a_reason(content: bytes, reason: str, short_side: int | None) -> None:
+def test_unusable_images_are_rejected_with_a_reason(content: bytes, reason: str, short_side: int | None) -> None:
     with pytest.raises(ImageError, match=reason):
-        fit_for_shard(content, short_side)
+        encode_for_shard(content, short_side)
 
 
-def test_damage_inside_shows_when_decoded() -> None:
-    """The end is there, the middle is missing: not seen in the header, but never an unexpected error."""
+def test_damage_inside_an_image_is_found_when_it_is_decoded() -> None:
+    """The middle of the file is missing: the header looks fine, and decoding raises ImageError."""
     png = encoded(picture(7, 200, 100), "PNG")
     damaged = png[: len(png) // 3] + png[2 * len(png) // 3 :]
-    assert fit_for_shard(damaged).content == damaged
+    assert encode_for_shard(damaged).content == damaged
     with pytest.raises(ImageError, match="cannot be decoded"):
-        fit_for_shard(damaged, short_side=50)
+        encode_for_shard(damaged, short_side=50)
 
 
-def test_random_damage_is_an_image_error_or_an_image() -> None:
+def test_random_damage_gives_an_image_or_an_image_error() -> None:
     draw = np.random.default_rng(0)
     for format_ in ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF"):
         content = np.frombuffer(encoded(picture(8, 60, 50), format_), np.uint8)
         for _ in range(60):
             broken = content.copy()
-            places = draw.integers(0, min(len(content), 400), size=draw.integers(1, 8))
-            broken[places] = draw.integers(0, 256, len(places))
+            positions = draw.integers(0, min(len(content), 400), size=draw.integers(1, 8))
+            broken[positions] = draw.integers(0, 256, len(positions))
             with suppress(ImageError):
-                assert fit_for_shard(broken.tobytes(), short_side=20).format in FORMATS
+                assert encode_for_shard(broken.tobytes(), short_side=20).format in FORMATS

@@ -19,15 +19,15 @@ from sopdist.data.manifest import read_manifest
 from sopdist.data.sources.cifar import CIFAR10, CIFAR100, Cifar
 from sopdist.data.split import open_split
 
-from .test_source_unpickle import Hostile, python2_pickle, torch_file
-from .test_sources import complaint, find, write_tree
+from .test_source_unpickle import Malicious, python2_pickle, torch_file
+from .test_sources import error_of, find, write_tree
 
 RANDOM = np.random.default_rng(0)
 NAMES10 = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
 NAMES100 = [f"fine_{label}" for label in range(100)]
 BATCHES = 5
-EACH = 4  # images in a batch, 20 in train
-PIXELS = RANDOM.integers(0, 256, (30, 3072), dtype=np.uint8)  # 20 of train, 10 of test
+EACH = 4  # images per batch, 20 in train
+PIXELS = RANDOM.integers(0, 256, (30, 3072), dtype=np.uint8)  # 20 for train, 10 for test
 LABELS10 = RANDOM.integers(0, 10, 30).tolist()
 LABELS100 = RANDOM.integers(0, 100, 30).tolist()
 COARSE = RANDOM.integers(0, 20, 30).tolist()
@@ -106,15 +106,15 @@ def check(source: Cifar, root: Path, labels: list[int], names: list[str]) -> Non
             content = split.read(number)
             assert content == split.read(number)
             assert read_header(content) == ("png", 32, 32, 1, True)
-            shown = np.asarray(Image.open(io.BytesIO(content)))  # (row, column, channel)
+            image = np.asarray(Image.open(io.BytesIO(content)))  # (row, column, channel)
             for channel in range(3):
                 plane = planes[channel * 1024 : (channel + 1) * 1024].reshape(32, 32)
-                assert np.array_equal(shown[:, :, channel], plane)
+                assert np.array_equal(image[:, :, channel], plane)
 
 
 @pytest.mark.parametrize("writer", WRITERS)
 @pytest.mark.parametrize("inside", [False, True])
-def test_pickles_become_images_and_labels(writer: str, inside: bool, tmp_path: Path) -> None:
+def test_the_python_version_is_read(writer: str, inside: bool, tmp_path: Path) -> None:
     write_tree(tmp_path, under("cifar-10-batches-py", cifar10_pickles(WRITERS[writer])))
     write_tree(tmp_path, under("cifar-100-python", cifar100_pickles(WRITERS[writer])))
     check(CIFAR10, tmp_path / "cifar-10-batches-py" if inside else tmp_path, LABELS10, NAMES10)
@@ -122,7 +122,7 @@ def test_pickles_become_images_and_labels(writer: str, inside: bool, tmp_path: P
 
 
 @pytest.mark.parametrize("inside", [False, True])
-def test_binaries_become_the_same(inside: bool, tmp_path: Path) -> None:
+def test_the_binary_version_gives_the_same_images_and_labels(inside: bool, tmp_path: Path) -> None:
     write_tree(tmp_path, under("cifar-10-batches-bin", cifar10_binaries()))
     write_tree(tmp_path, under("cifar-100-binary", cifar100_binaries()))
     check(CIFAR10, tmp_path / "cifar-10-batches-bin" if inside else tmp_path, LABELS10, NAMES10)
@@ -135,27 +135,31 @@ def test_labels_may_be_an_array(tmp_path: Path) -> None:
     check(CIFAR100, write_tree(tmp_path, files), LABELS100, NAMES100)
 
 
-def test_nothing_there(tmp_path: Path) -> None:
-    said = complaint(CIFAR10, tmp_path)
-    assert f"looked for data_batch_1 in {tmp_path / 'cifar-10-batches-py'}" in said
-    assert f"data_batch_1.bin in {tmp_path / 'cifar-10-batches-bin'}" in said
+def test_the_error_for_an_empty_root_lists_the_expected_files(tmp_path: Path) -> None:
+    message = error_of(CIFAR10, tmp_path)
+    assert f"looked for data_batch_1 in {tmp_path / 'cifar-10-batches-py'}" in message
+    assert f"data_batch_1.bin in {tmp_path / 'cifar-10-batches-bin'}" in message
 
 
 @pytest.mark.parametrize("name", ["data_batch_3", "test_batch", "batches.meta"])
-def test_a_missing_part_is_named(name: str, tmp_path: Path) -> None:
+def test_a_missing_file_is_reported(name: str, tmp_path: Path) -> None:
     root = write_tree(tmp_path, under("cifar-10-batches-py", cifar10_pickles()))
     (root / "cifar-10-batches-py" / name).unlink()
-    assert f"missing: {name}; looked in {root / 'cifar-10-batches-py'}, {root}" in complaint(CIFAR10, root)
+    assert f"missing: {name}; looked in {root / 'cifar-10-batches-py'}, {root}" in error_of(CIFAR10, root)
 
 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("train", python2_pickle({"data": PIXELS[:2], "labels": [1, 2]}), "train: has no 'fine_labels', only data, l"),
-        ("train", python2_pickle({"fine_labels": [1]}), "train: has no 'data'"),
+        ("train", python2_pickle({"data": PIXELS[:2], "labels": [1, 2]}), "train: no key 'fine_labels', only data, l"),
+        ("train", python2_pickle({"fine_labels": [1]}), "train: no key 'data'"),
         ("train", python2_pickle({"data": PIXELS[:2], "fine_labels": [1]}), "train: 2 images and 1 labels"),
-        ("train", python2_pickle({"data": PIXELS[:2], "fine_labels": [1, 100]}), "label 100 at place 1; allowed are 0"),
-        ("train", python2_pickle({"data": PIXELS[:2], "fine_labels": [1, "x"]}), "label b'x' at place 1"),
+        (
+            "train",
+            python2_pickle({"data": PIXELS[:2], "fine_labels": [1, 100]}),
+            "label 100 at position 1; must be from 0 to 99",
+        ),
+        ("train", python2_pickle({"data": PIXELS[:2], "fine_labels": [1, "x"]}), "label b'x' at position 1"),
         ("train", python2_pickle({"data": PIXELS[:2], "fine_labels": 3}), "int, expected a list of labels"),
         ("train", python2_pickle({"data": PIXELS[0], "fine_labels": [1]}), "data is not an array of N x 3072 bytes"),
         ("train", python2_pickle({"data": [1, 2], "fine_labels": [1]}), "data is not an array"),
@@ -163,10 +167,8 @@ def test_a_missing_part_is_named(name: str, tmp_path: Path) -> None:
         ("meta", python2_pickle({"fine_label_names": ["a"]}), "meta: fine_label_names is not a list of 100 names"),
     ],
 )
-def test_a_pickle_that_is_not_what_it_should_be_is_named(
-    name: str, content: bytes, message: str, tmp_path: Path
-) -> None:
-    assert message in complaint(CIFAR100, write_tree(tmp_path, {**cifar100_pickles(), name: content}))
+def test_an_invalid_pickle_is_reported(name: str, content: bytes, message: str, tmp_path: Path) -> None:
+    assert message in error_of(CIFAR100, write_tree(tmp_path, {**cifar100_pickles(), name: content}))
 
 
 @pytest.mark.parametrize(
@@ -174,22 +176,19 @@ def test_a_pickle_that_is_not_what_it_should_be_is_named(
     [
         ("train.bin", b"x" * 3073, "train.bin: 3073 bytes, not a multiple of 3074"),
         ("train.bin", b"", "train.bin: 0 bytes"),
-        ("test.bin", bytes([0, 100]) + bytes(3072), "test.bin: label 100 at place 0"),
+        ("test.bin", bytes([0, 100]) + bytes(3072), "test.bin: label 100 at position 0"),
         ("fine_label_names.txt", b"a\nb\n", "fine_label_names.txt: 2 class names, expected 100"),
     ],
 )
-def test_a_binary_that_is_not_what_it_should_be_is_named(
-    name: str, content: bytes, message: str, tmp_path: Path
-) -> None:
-    assert message in complaint(CIFAR100, write_tree(tmp_path, {**cifar100_binaries(), name: content}))
+def test_an_invalid_binary_file_is_reported(name: str, content: bytes, message: str, tmp_path: Path) -> None:
+    assert message in error_of(CIFAR100, write_tree(tmp_path, {**cifar100_binaries(), name: content}))
 
 
-def test_a_hostile_batch_is_refused_and_not_executed(tmp_path: Path) -> None:
+def test_a_malicious_batch_is_refused_and_not_executed(tmp_path: Path) -> None:
     marker = tmp_path / "executed"
-    hostile = pickle.dumps({"data": Hostile(os.system, f"touch {marker}")}, protocol=2)
-    root = write_tree(tmp_path, {**cifar10_pickles(), "data_batch_2": hostile})
-    said = complaint(CIFAR10, root)
-    assert f"{root / 'data_batch_2'}: the pickle asks for posix.system" in said
+    malicious = pickle.dumps({"data": Malicious(os.system, f"touch {marker}")}, protocol=2)
+    root = write_tree(tmp_path, {**cifar10_pickles(), "data_batch_2": malicious})
+    assert f"{root / 'data_batch_2'}: the pickle refers to posix.system" in error_of(CIFAR10, root)
     assert not marker.exists()
 
 
@@ -201,7 +200,7 @@ def human10() -> dict[str, NDArray[np.int64]]:
 
 
 @pytest.mark.parametrize("version", ["pickles", "binaries"])
-def test_human_labels_become_label_sets_of_train_with_their_measured_rate(version: str, tmp_path: Path) -> None:
+def test_human_labels_become_label_sets_of_train_with_their_noise_rate(version: str, tmp_path: Path) -> None:
     files = cifar10_pickles() if version == "pickles" else cifar10_binaries()
     human = human10()
     root = write_tree(tmp_path, {**files, "CIFAR-10_human.pt": torch_file(human)})
@@ -220,7 +219,7 @@ def test_human_labels_become_label_sets_of_train_with_their_measured_rate(versio
     assert splits["test"].labels.keys() == {"given", "clean"}
 
 
-def test_what_only_the_other_split_needs_may_be_missing(tmp_path: Path) -> None:
+def test_files_of_a_split_that_is_not_selected_may_be_missing(tmp_path: Path) -> None:
     root = write_tree(tmp_path, cifar10_binaries())
     (root / "test_batch.bin").unlink()
     assert list(find(CIFAR10, root, "--splits", "train")) == ["train"]
@@ -230,7 +229,7 @@ def prepare(root: Path, *options: str) -> int:
     return main(["prepare", "cifar10", "--root", str(root), "--out", str(root / "out"), *options])
 
 
-def test_label_sets_can_be_added_to_a_finished_split(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_label_sets_can_be_added_to_a_complete_split(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     human = human10()
     root = write_tree(tmp_path, {**cifar10_pickles(), "h.pt": torch_file(human)})
     train = root / "out" / "train"
@@ -249,7 +248,7 @@ def test_label_sets_can_be_added_to_a_finished_split(tmp_path: Path, capsys: pyt
         assert added.recipe["key"] == "worse_label"
 
     assert prepare(root, "--samples-per-shard", "7", "--human", str(root / "h.pt")) == 0
-    assert prepare(root, "--samples-per-shard", "7") == 0, "fewer are there already"
+    assert prepare(root, "--samples-per-shard", "7") == 0, "a complete split may have more label sets"
     assert "label sets added" not in capsys.readouterr().out
     assert prepare(root, "--samples-per-shard", "7", "--human", str(root / "h.pt")) == 0
     shutil.copytree(root / "out", root / "one")
@@ -264,10 +263,10 @@ def test_label_sets_can_be_added_to_a_finished_split(tmp_path: Path, capsys: pyt
 
     write_tree(root, {"h.pt": torch_file({**human, "worse_label": human["clean_label"]})})
     assert prepare(root, "--samples-per-shard", "7", "--human", str(root / "h.pt")) == 1
-    assert "was prepared differently: labels" in capsys.readouterr().err, "sets that both have must be the same"
+    assert "was prepared differently: labels" in capsys.readouterr().err, "label sets of the same name must be equal"
 
 
-def test_label_sets_of_others_are_never_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_existing_label_sets_are_never_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     root = write_tree(tmp_path, {**cifar10_pickles(), "h.pt": torch_file(human10())})
     train = root / "out" / "train"
     assert prepare(root) == 0
@@ -275,12 +274,12 @@ def test_label_sets_of_others_are_never_replaced(tmp_path: Path, capsys: pytest.
     write_labels(train, read_manifest(train), "cifar10n-worst", np.zeros(20, np.int64), {"by": "me"})
     assert prepare(root, "--human", str(root / "h.pt")) == 1
     error = capsys.readouterr().err
-    assert "has a label set 'cifar10n-worst' of another origin, with other labels; rename or remove" in error
-    assert list_labels(train) == ["cifar10n-worst", "clean", "given"], "nothing is half done"
+    assert "already has a label set 'cifar10n-worst' with other labels; rename or remove" in error
+    assert list_labels(train) == ["cifar10n-worst", "clean", "given"], "no label set was added"
     assert (train / "source.json").read_bytes() == source
     for suffix in ("npy", "json"):
         (train / "labels" / f"cifar10n-worst.{suffix}").unlink()
-    for array in (np.zeros(20, np.int32), human10()["worse_label"][:19]):  # put there by hand, without description
+    for array in (np.zeros(20, np.int32), human10()["worse_label"][:19]):  # created manually, without a description
         np.save(train / "labels" / "cifar10n-worst.npy", array)
         assert prepare(root, "--human", str(root / "h.pt")) == 1
     np.save(train / "labels" / "cifar10n-worst.npy", human10()["worse_label"])  # as an interrupt leaves it
@@ -289,14 +288,16 @@ def test_label_sets_of_others_are_never_replaced(tmp_path: Path, capsys: pytest.
     assert len(list_labels(train)) == 7
     with open_split(train) as split:
         assert split.labels("cifar10n-worst").recipe["source"] == "cifar-n"
-        assert split.labels("cifar10n-aggre").recipe == {"by": "me"}, "the same labels stay whose they are"
+        assert split.labels("cifar10n-aggre").recipe == {"by": "me"}, "a label set with the same labels is kept"
 
 
-def test_coarse_labels_of_cifar100n_are_skipped_with_a_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_coarse_labels_of_cifar100n_are_skipped_with_a_message(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     clean = np.array(LABELS100[:20])
     coarse = {"noisy_coarse_label": np.zeros(20, int), "clean_coarse_label": np.array(COARSE[:20])}
     noisy = (clean + 1) % 100
-    file = torch_file({"clean_label": clean, "noisy_label": noisy[:, None], **coarse})  # a column does, too
+    file = torch_file({"clean_label": clean, "noisy_label": noisy[:, None], **coarse})  # a column vector is accepted
     root = write_tree(tmp_path, {**cifar100_pickles(), "h.pt": file})
     train = find(CIFAR100, root, "--human", str(root / "h.pt"))["train"]
     assert train.labels.keys() == {"given", "clean", "cifar100n-noisy"}
@@ -308,32 +309,32 @@ def test_coarse_labels_of_cifar100n_are_skipped_with_a_note(tmp_path: Path, caps
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"clean_label": np.roll(LABELS10[:20], 1)}, "belongs to another data set or another order of it"),
+        ({"clean_label": np.roll(LABELS10[:20], 1)}, "belongs to another data set, or to another order of its images"),
         ({"clean_label": np.array(LABELS10[:19])}, "19 labels for 20 images"),
         ({"clean_label": None}, "clean_label: NoneType, expected a list"),
-        ({"worse_label": np.full(20, 10)}, "worse_label: label 10 at place 0"),
+        ({"worse_label": np.full(20, 10)}, "worse_label: label 10 at position 0"),
         ({"worse_label": np.zeros(19, int)}, "worse_label: 19 labels for 20 images"),
-        ({"worse_label": np.zeros(20)}, "worse_label: label 0.0 at place 0"),
+        ({"worse_label": np.zeros(20)}, "worse_label: label 0.0 at position 0"),
     ],
 )
-def test_human_labels_of_something_else_are_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_human_labels_that_do_not_match_are_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     root = write_tree(tmp_path, {**cifar10_pickles(), "h.pt": torch_file({**human10(), **changes})})
-    said = complaint(CIFAR10, root, "--human", str(root / "h.pt"))
-    assert str(root / "h.pt") in said
-    assert message in said
+    error = error_of(CIFAR10, root, "--human", str(root / "h.pt"))
+    assert str(root / "h.pt") in error
+    assert message in error
 
 
-def test_a_human_file_without_labels_that_are_known_is_refused(tmp_path: Path) -> None:
+def test_a_human_file_without_known_labels_is_refused(tmp_path: Path) -> None:
     file = torch_file({"clean_label": human10()["clean_label"], "noisy_label": np.zeros(20, int)})
     root = write_tree(tmp_path, {**cifar10_pickles(), "h.pt": file})
-    said = complaint(CIFAR10, root, "--human", str(root / "h.pt"))
-    assert "has clean_label, noisy_label; expected any of aggre_label, worse_label" in said
-    assert "gone.pt: cannot be read" in complaint(CIFAR10, root, "--human", str(root / "gone.pt"))
+    error = error_of(CIFAR10, root, "--human", str(root / "h.pt"))
+    assert "contains clean_label, noisy_label; expected any of aggre_label, worse_label" in error
+    assert "gone.pt: cannot be read" in error_of(CIFAR10, root, "--human", str(root / "gone.pt"))
 
 
-def test_a_hostile_human_file_is_refused_and_not_executed(tmp_path: Path) -> None:
+def test_a_malicious_human_file_is_refused_and_not_executed(tmp_path: Path) -> None:
     marker = tmp_path / "executed"
-    file = torch_file({**human10(), "x": Hostile(os.system, f"touch {marker}")})
+    file = torch_file({**human10(), "x": Malicious(os.system, f"touch {marker}")})
     root = write_tree(tmp_path, {**cifar10_pickles(), "h.pt": file})
-    assert "asks for posix.system" in complaint(CIFAR10, root, "--human", str(root / "h.pt"))
+    assert "refers to posix.system" in error_of(CIFAR10, root, "--human", str(root / "h.pt"))
     assert not marker.exists()

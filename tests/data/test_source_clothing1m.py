@@ -7,13 +7,13 @@ import pytest
 
 from sopdist.data.sources import clothing1m
 
-from .test_sources import complaint, find, jpeg, write_tree
+from .test_sources import error_of, find, jpeg, write_tree
 
 NAMES = [
     "T-Shirt", "Shirt", "Knitwear", "Chiffon", "Sweater", "Hoodie", "Windbreaker", "Jacket", "Down Coat", "Suit",
     "Shawl", "Dress", "Vest", "Underwear",
 ]  # fmt: skip
-# Sub-levels vary, names have commas, and the order of the list is not that of the names.
+# Subfolders vary, names contain commas, and the list is not sorted.
 TRAIN = ["images/9/51/30,7.jpg", "images/0/1.jpg", "images/0/02/2,22.jpg", "images/0/a.b/3.jpg"]
 CLEAN = {
     "clean_train": ["images/5/5,5.jpg", "images/4/4.jpg"],
@@ -60,38 +60,38 @@ def check(root: Path) -> None:
         assert splits[name].labels.keys() == {"given", "clean"}
 
 
-def test_lists_at_the_root(tree: Path) -> None:
+def test_lists_may_be_in_the_root(tree: Path) -> None:
     check(tree)
 
 
-def test_lists_under_annotations(tmp_path: Path) -> None:
+def test_lists_may_be_in_annotations(tmp_path: Path) -> None:
     check(write_tree(tmp_path, {**{f"annotations/{name}": text for name, text in lists().items()}, **IMAGES}))
 
 
 @pytest.mark.parametrize("folder", ["", "annotations/"])
-def test_root_that_is_the_images_folder_gives_the_same_keys(folder: str, tmp_path: Path) -> None:
+def test_a_root_that_is_the_images_folder_gives_the_same_keys(folder: str, tmp_path: Path) -> None:
     images = {path.removeprefix("images/"): content for path, content in IMAGES.items()}
     check(write_tree(tmp_path, {**{folder + name: text for name, text in lists().items()}, **images}))
 
 
 @pytest.mark.parametrize("folder", ["", "annotations/"])
-def test_images_folder_as_root_with_the_lists_beside_it(folder: str, tmp_path: Path) -> None:
+def test_the_lists_may_be_next_to_a_root_that_is_the_images_folder(folder: str, tmp_path: Path) -> None:
     write_tree(tmp_path, {**{folder + name: text for name, text in lists().items()}, **IMAGES})
     check(tmp_path / "images")
 
 
-def test_the_rate_of_wrong_labels_is_measured_where_the_truth_is_known(tree: Path) -> None:
+def test_the_noise_rate_is_measured_where_clean_labels_are_known(tree: Path) -> None:
     origins = find(clothing1m, tree)["train"].origins
     assert origins["given"] == {"source": "clothing1m", "file": "noisy_label_kv.txt", "noise_rate_where_known": 1.0}
     assert origins["clean"] == {"source": "clothing1m", "file": "clean_label_kv.txt", "known": 1}
 
 
-def test_without_images_that_have_both_labels_train_has_no_clean_set(tree: Path) -> None:
+def test_train_has_no_clean_labels_if_no_image_has_both_labels(tree: Path) -> None:
     write_tree(tree, {"noisy_train_key_list.txt": TRAIN[0]})
     assert find(clothing1m, tree)["train"].labels.keys() == {"given"}
 
 
-def test_a_missing_image_is_an_os_error_when_it_is_read_and_not_before(tree: Path) -> None:
+def test_a_missing_image_raises_an_os_error_only_when_it_is_read(tree: Path) -> None:
     splits = find(clothing1m, tree)
     (tree / TRAIN[1]).unlink()
     with pytest.raises(FileNotFoundError):
@@ -99,45 +99,45 @@ def test_a_missing_image_is_an_os_error_when_it_is_read_and_not_before(tree: Pat
     assert splits["train"].read(2) == IMAGES[TRAIN[2]]
 
 
-def test_missing_lists_are_all_named_and_where_they_were_looked_for(tree: Path) -> None:
+def test_all_missing_lists_are_reported_with_the_folders_searched(tree: Path) -> None:
     (tree / "noisy_label_kv.txt").unlink()
     (tree / "clean_val_key_list.txt").unlink()
-    said = complaint(clothing1m, tree)
-    assert f"missing: noisy_label_kv.txt, clean_val_key_list.txt; looked in {tree}, {tree / 'annotations'}" in said
+    error = error_of(clothing1m, tree)
+    assert f"missing: noisy_label_kv.txt, clean_val_key_list.txt; looked in {tree}, {tree / 'annotations'}" in error
 
 
-def test_what_only_other_splits_need_may_be_missing(tree: Path) -> None:
-    whole = find(clothing1m, tree)
+def test_files_of_splits_that_are_not_selected_may_be_missing(tree: Path) -> None:
+    everything = find(clothing1m, tree)
     for name in ("clean_train", "clean_val", "clean_test"):
         (tree / f"{name}_key_list.txt").unlink()
     train = find(clothing1m, tree, "--splits", "train")
     assert list(train) == ["train"]
-    assert train["train"].labels["clean"].tolist() == whole["train"].labels["clean"].tolist()
+    assert train["train"].labels["clean"].tolist() == everything["train"].labels["clean"].tolist()
     write_tree(tree, lists())
     for name in ("noisy_label_kv.txt", "noisy_train_key_list.txt", "clean_train_key_list.txt"):
         (tree / name).unlink()
     clean = find(clothing1m, tree, "--splits", "test,val")
     assert list(clean) == ["val", "test"]
     for name, split in clean.items():
-        assert split.paths == whole[name].paths
-        assert split.labels["given"].tolist() == whole[name].labels["given"].tolist()
+        assert split.paths == everything[name].paths
+        assert split.labels["given"].tolist() == everything[name].labels["given"].tolist()
     (tree / "clean_label_kv.txt").unlink()
-    assert "missing: clean_label_kv.txt;" in complaint(clothing1m, tree, "--splits", "test")
+    assert "missing: clean_label_kv.txt;" in error_of(clothing1m, tree, "--splits", "test")
 
 
-def test_the_copy_with_split_folders_is_told_what_it_lacks(tmp_path: Path) -> None:
+def test_the_error_for_a_copy_sorted_into_folders_names_the_missing_files(tmp_path: Path) -> None:
     folders = ("noisy_train", "clean_train", "val", "test")
     write_tree(tmp_path, {f"{name}/q0003/1,2.jpg": jpeg(1) for name in folders})
-    said = complaint(clothing1m, tmp_path)
-    assert "sorted into folders (noisy_train, clean_train, val, test), without the annotation files" in said
-    assert "noisy_label_kv.txt" in said
+    error = error_of(clothing1m, tmp_path)
+    assert "sorted into folders (noisy_train, clean_train, val, test), without the annotation files" in error
+    assert "noisy_label_kv.txt" in error
 
 
-def test_lists_without_images(tree: Path) -> None:
+def test_lists_without_images_are_refused(tree: Path) -> None:
     shutil.rmtree(tree / "images")
-    said = complaint(clothing1m, tree)
-    assert f"neither a folder {tree / 'images'} nor" in said
-    assert str(tree / "0") in said
+    error = error_of(clothing1m, tree)
+    assert f"neither a folder {tree / 'images'} nor" in error
+    assert str(tree / "0") in error
 
 
 @pytest.mark.parametrize(
@@ -151,6 +151,6 @@ def test_lists_without_images(tree: Path) -> None:
         ("clean_test_key_list.txt", "images/0/02/2,22.jpg", "clean_test_key_list.txt, line 1: 'images/0/02/2,22.jpg'"),
     ],
 )
-def test_what_is_wrong_in_a_list_is_named_with_file_and_line(file: str, content: str, message: str, tree: Path) -> None:
+def test_an_error_in_a_list_is_reported_with_file_and_line(file: str, content: str, message: str, tree: Path) -> None:
     write_tree(tree, {file: content})
-    assert message in complaint(clothing1m, tree)
+    assert message in error_of(clothing1m, tree)

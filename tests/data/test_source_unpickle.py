@@ -1,4 +1,4 @@
-"""The restricted unpickler: it reads what Python 2, Python 3 and torch wrote, and executes nothing."""
+"""The restricted unpickler: it reads files of Python 2, Python 3 and torch, and executes nothing."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from sopdist.data.errors import DataError
 from sopdist.data.sources.unpickle import load_pickle, load_torch
+from sopdist.errors import DataError
 
 
 def python2_pickle(value: Any) -> bytes:
-    """Protocol 2 as Python 2 wrote it, where text and pixels are one type, which Python 3 cannot write anymore."""
+    """Protocol 2 as written by Python 2, where text and bytes are one type; Python 3 cannot write this."""
     return b"\x80\x02" + _python2(value) + b"."
 
 
@@ -62,7 +62,7 @@ PIXELS = np.arange(24, dtype=np.uint8).reshape(2, 12)
 LABELS = np.array([3, -1, 2**40])
 
 
-def test_the_fixtures_are_what_python_itself_reads() -> None:
+def test_python_itself_can_read_the_fixtures() -> None:
     content = python2_pickle({"data": PIXELS, "labels": [6, 9], "filenames": ["a.png", "b" * 300], "n": LABELS})
     fields = pickle.Unpickler(io.BytesIO(content), encoding="latin1").load()
     assert (fields["data"] == PIXELS).all()
@@ -79,7 +79,7 @@ def variants() -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("variant", variants())
-def test_arrays_lists_and_keys_come_back_from_every_writer(variant: str) -> None:
+def test_arrays_lists_and_keys_are_read_from_every_writer(variant: str) -> None:
     fields = load_pickle(variants()[variant], "file")
     assert list(fields) == ["data", "labels", "n"]
     assert fields["labels"] == [6, 9]
@@ -100,25 +100,25 @@ def test_arrays_lists_and_keys_come_back_from_every_writer(variant: str) -> None
     ids=["fortran", "big endian", "bool", "float", "no axis"],
 )
 @pytest.mark.parametrize("protocol", [2, 4])
-def test_layouts_of_arrays_survive(array: NDArray[Any], protocol: int) -> None:
+def test_memory_layouts_of_arrays_are_preserved(array: NDArray[Any], protocol: int) -> None:
     result = load_pickle(pickle.dumps({"a": array}, protocol=protocol), "file")["a"]
     assert result.dtype == array.dtype
     assert np.array_equal(result, array)
 
 
-def test_arrays_that_torch_saved() -> None:
+def test_arrays_saved_by_torch_are_read() -> None:
     fields = load_torch(torch_file({"clean_label": LABELS, "noisy_label": PIXELS}), "file")
     assert np.array_equal(fields["clean_label"], LABELS)
     assert np.array_equal(fields["noisy_label"], PIXELS)
 
 
-def test_a_file_of_an_old_torch_is_told_what_to_do() -> None:
-    with pytest.raises(DataError, match=r"^file: not a file of torch\.save.*before 1\.6.*save it with a later one"):
+def test_a_file_of_an_old_torch_is_refused_with_advice() -> None:
+    with pytest.raises(DataError, match=r"^file: not a torch\.save file.*before 1\.6.*save it with a later version"):
         load_torch(torch_file({"clean_label": LABELS}, legacy=True), "file")
 
 
-class Hostile:
-    """Runs `function` when it is unpickled by anyone less careful."""
+class Malicious:
+    """Calls `function` when it is unpickled by the standard unpickler."""
 
     def __init__(self, function: Any, *args: Any) -> None:
         self.call = (function, args)
@@ -128,21 +128,21 @@ class Hostile:
 
 
 @pytest.mark.parametrize("protocol", [0, 2, 4])
-def test_a_hostile_pickle_is_refused_and_not_executed(protocol: int, tmp_path: Path) -> None:
+def test_a_malicious_pickle_is_refused_and_not_executed(protocol: int, tmp_path: Path) -> None:
     marker = tmp_path / "executed"
-    attack = Hostile(os.system, f"touch {marker}")
+    attack = Malicious(os.system, f"touch {marker}")
     content = pickle.dumps({"data": [attack]}, protocol=protocol)
-    with pytest.raises(DataError, match=r"^file: the pickle asks for posix\.system.*nothing was executed"):
+    with pytest.raises(DataError, match=r"^file: the pickle refers to posix\.system.*nothing was executed"):
         load_pickle(content, "file")
     assert not marker.exists()
-    pickle.Unpickler(io.BytesIO(content)).load()  # so that it is known to be one
+    pickle.Unpickler(io.BytesIO(content)).load()  # the attack works with the standard unpickler
     assert marker.exists()
 
 
-def test_a_hostile_torch_file_is_refused_and_not_executed(tmp_path: Path) -> None:
+def test_a_malicious_torch_file_is_refused_and_not_executed(tmp_path: Path) -> None:
     marker = tmp_path / "executed"
-    content = torch_file({"clean_label": LABELS, "x": Hostile(os.system, f"touch {marker}")})
-    with pytest.raises(DataError, match=r"asks for posix\.system"):
+    content = torch_file({"clean_label": LABELS, "x": Malicious(os.system, f"touch {marker}")})
+    with pytest.raises(DataError, match=r"refers to posix\.system"):
         load_torch(content, "file")
     assert not marker.exists()
 
@@ -150,17 +150,17 @@ def test_a_hostile_torch_file_is_refused_and_not_executed(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("value", "name"),
     [
-        (Hostile(builtins.eval, "1"), "eval"),
-        (Hostile(getattr, "a", "b"), "getattr"),
-        (Hostile(np.load, "x"), "numpy.load"),
-        (Hostile(np.dtype.newbyteorder, np.dtype("i4")), "getattr|newbyteorder"),
+        (Malicious(builtins.eval, "1"), "eval"),
+        (Malicious(getattr, "a", "b"), "getattr"),
+        (Malicious(np.load, "x"), "numpy.load"),
+        (Malicious(np.dtype.newbyteorder, np.dtype("i4")), "getattr|newbyteorder"),
         (np.float64(3), "multiarray.scalar"),
         (OrderedDict(), "collections.OrderedDict"),
     ],
 )
 @pytest.mark.parametrize("protocol", [2, 4])
-def test_names_beyond_the_four_are_refused(value: Any, name: str, protocol: int) -> None:
-    with pytest.raises(DataError, match=rf"the pickle asks for .*({name}), which"):
+def test_all_other_names_are_refused(value: Any, name: str, protocol: int) -> None:
+    with pytest.raises(DataError, match=rf"the pickle refers to .*({name}), which"):
         load_pickle(pickle.dumps({"data": value}, protocol=protocol), "file")
 
 
@@ -173,16 +173,16 @@ EMPTY = b"cnumpy.core.multiarray\n_reconstruct\n(cnumpy\nndarray\nK\x00\x85U\x01
     ("body", "message"),
     [
         (_python2(np.zeros(1, np.int64)).replace(b"U\x02i8", b"U\x02O8"), "dtype 'O8'; only numbers"),
-        # A dtype of objects that denies it, so that NumPy would take the bytes for pointers.
+        # A dtype of objects that claims not to be one, so that NumPy would take the bytes for pointers.
         (OBJECT_DTYPE + _python2((3, "|", None, None, None, 8, 8, 0)) + b"b", "dtype 'O8'; only numbers"),
         (INT_DTYPE + _python2((3, "|", None, ("a",), {"a": 1}, 8, 8, 63)) + b"b", "an array of records"),
         (EMPTY + b"(K\x01K\x01\x85" + INT_DTYPE + b"\x89](K\x01etb", "an array of objects"),
         (EMPTY + b"(K\x01K\x01\x85U\x02i8\x89U\x08" + bytes(8) + b"tb", "an array of objects"),
         (EMPTY + b"(K\x01J\xff\xff\xff\x7f\x85" + INT_DTYPE + b"\x89U\x08" + bytes(8) + b"tb", "ValueError"),
         (b"cnumpy\nndarray\n(K\x05\x85tR", "calls numpy.ndarray"),
-        (b"c_codecs\nencode\n}U\x01aU\x01bsb", "tries to change a function"),
-        (b"c_codecs\nencode\n(X\x01\x00\x00\x00aU\x04rot1tR", "other than as latin1"),
-        (b"Pwhere\n", "holds tensors"),
+        (b"c_codecs\nencode\n}U\x01aU\x01bsb", "tries to modify a function"),
+        (b"c_codecs\nencode\n(X\x01\x00\x00\x00aU\x04rot1tR", "other than latin1"),
+        (b"Pwhere\n", "contains tensors"),
     ],
 )
 def test_forged_arrays_are_refused(body: bytes, message: str) -> None:
@@ -190,12 +190,12 @@ def test_forged_arrays_are_refused(body: bytes, message: str) -> None:
         load_pickle(b"\x80\x02}U\x04data" + body + b"s.", "file")
 
 
-def test_object_arrays_of_numpy_itself_are_refused() -> None:
-    with pytest.raises(DataError, match="only numbers are read"):
+def test_real_object_arrays_are_refused() -> None:
+    with pytest.raises(DataError, match="only numbers are supported"):
         load_pickle(pickle.dumps({"data": np.array([None, "x"])}, protocol=2), "file")
 
 
-def test_a_file_cut_short_anywhere_is_a_data_error() -> None:
+def test_a_file_truncated_anywhere_raises_a_data_error() -> None:
     content = python2_pickle({"data": PIXELS, "labels": [6, 9]})
     for length in range(len(content)):
         with pytest.raises(DataError, match=r"^file: "):
@@ -207,15 +207,15 @@ def test_a_file_cut_short_anywhere_is_a_data_error() -> None:
 
 
 @pytest.mark.parametrize("value", [[1, 2], 5, {1: 2}, {("a",): 1}])
-def test_what_is_not_a_dictionary_of_names_is_refused(value: Any) -> None:
+def test_only_dictionaries_with_text_keys_are_accepted(value: Any) -> None:
     with pytest.raises(DataError, match="expected"):
         load_pickle(pickle.dumps(value, protocol=2), "file")
 
 
-def test_tensors_and_other_zips_are_told_apart() -> None:
-    with pytest.raises(DataError, match=r"holds tensors|asks for torch"):
+def test_files_with_tensors_and_other_zips_are_refused() -> None:
+    with pytest.raises(DataError, match=r"contains tensors|refers to torch"):
         load_torch(torch_file({"clean_label": torch.zeros(3)}), "file")
-    with pytest.raises(DataError, match=r"not a file of torch\.save"):
+    with pytest.raises(DataError, match=r"not a torch\.save file"):
         load_torch(pickle.dumps({"clean_label": [1]}), "file")
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:

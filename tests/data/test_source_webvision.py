@@ -6,12 +6,12 @@ import pytest
 
 from sopdist.data.sources import webvision
 
-from .test_sources import complaint, find, jpeg, write_tree
+from .test_sources import error_of, find, jpeg, write_tree
 
 SYNSETS = [f"n{(7 * label) % 1000 + 1440764:08d} thing {label}, res {label}" for label in range(1000)]
-# Labels are not sorted in the file, 50 is the first that is not mini, and one name has blanks.
+# The labels are not sorted, 50 is the first that is not in mini, and one name contains blanks.
 GOOGLE = {"q0002/b.jpg": 1, "q0001/a b  c.jpg": 0, "q0099/x.jpg": 50, "q0098/y.jpg": 49, "q1632/z.jpg": 999}
-FLICKR = {"q0001/1.jpg": 0, "q0002/b.jpg": 1}  # the second has its namesake in google/
+FLICKR = {"q0001/1.jpg": 0, "q0002/b.jpg": 1}  # the second also exists in google/
 VAL = {"val000001.jpg": 3, "val000002.jpg": 999, "val000003.jpg": 49}
 IMAGES = {
     path: jpeg(number)
@@ -54,7 +54,7 @@ def test_mini_is_the_first_fifty_classes_of_google_in_file_order(prefix: str, tm
     assert train.dataset == "webvision-mini"
 
 
-def test_google_is_the_whole_list(tree: Path) -> None:
+def test_google_is_the_full_google_list(tree: Path) -> None:
     splits = find(webvision, tree, "--subset", "google")
     assert splits["train"].paths == [f"google/{path}" for path in GOOGLE]
     assert splits["train"].labels["given"].tolist() == list(GOOGLE.values())
@@ -70,21 +70,21 @@ def test_full_without_its_own_list_is_google_followed_by_flickr(prefixes: tuple[
     assert train.origins["given"]["files"] == ["train_filelist_google.txt", "train_filelist_flickr.txt"]
 
 
-def test_full_follows_its_own_list_where_there_is_one(tree: Path) -> None:
+def test_full_uses_its_own_list_if_it_exists(tree: Path) -> None:
     write_tree(tree, {"info/train_filelist_all.txt": labelled(FLICKR, "flickr/") + labelled(GOOGLE, "google/")})
     train = find(webvision, tree, "--subset", "full")["train"]
     assert train.paths == [f"flickr/{path}" for path in FLICKR] + [f"google/{path}" for path in GOOGLE]
     assert train.origins["given"]["files"] == ["train_filelist_all.txt"]
-    assert find(webvision, tree)["train"].paths[0] == "google/q0002/b.jpg"  # mini does not
+    assert find(webvision, tree)["train"].paths[0] == "google/q0002/b.jpg"  # mini does not use it
 
 
-def test_a_full_list_that_does_not_say_google_or_flickr_is_refused(tree: Path) -> None:
+def test_a_full_list_without_google_or_flickr_prefixes_is_refused(tree: Path) -> None:
     write_tree(tree, {"info/train_filelist_all.txt": labelled(FLICKR)})
-    said = complaint(webvision, tree, "--subset", "full")
-    assert "train_filelist_all.txt: 'q0001/1.jpg' does not begin with google/ or flickr/" in said
+    error = error_of(webvision, tree, "--subset", "full")
+    assert "train_filelist_all.txt: 'q0001/1.jpg' does not start with google/ or flickr/" in error
 
 
-def test_val_lines_may_name_their_folder(tree: Path) -> None:
+def test_val_lines_may_include_their_folder(tree: Path) -> None:
     write_tree(tree, {"info/val_filelist.txt": labelled(VAL, "val_images_256/")})
     assert find(webvision, tree)["val"].paths == ["val_images_256/val000001.jpg", "val_images_256/val000003.jpg"]
 
@@ -98,18 +98,18 @@ def test_val_lines_may_name_their_folder(tree: Path) -> None:
         ("train_filelist_flickr.txt", "full"),
     ],
 )
-def test_a_missing_list_is_named_and_where_it_was_looked_for(name: str, subset: str, tree: Path) -> None:
+def test_a_missing_list_is_reported_with_the_folders_searched(name: str, subset: str, tree: Path) -> None:
     (tree / "info" / name).rename(tree / "info" / f"old-{name}")
-    assert f"missing: {name}; looked in {tree / 'info'}, {tree}" in complaint(webvision, tree, "--subset", subset)
+    assert f"missing: {name}; looked in {tree / 'info'}, {tree}" in error_of(webvision, tree, "--subset", subset)
 
 
 @pytest.mark.parametrize("folder", ["google", "val_images_256"])
-def test_a_missing_image_folder_is_named(folder: str, tree: Path) -> None:
+def test_a_missing_image_folder_is_reported(folder: str, tree: Path) -> None:
     (tree / folder).rename(tree / "elsewhere")
-    assert f"{tree / folder}: no such folder" in complaint(webvision, tree)
+    assert f"{tree / folder}: no such folder" in error_of(webvision, tree)
 
 
-def test_what_only_other_splits_need_may_be_missing(tree: Path) -> None:
+def test_files_of_splits_that_are_not_selected_may_be_missing(tree: Path) -> None:
     (tree / "val_images_256").rename(tree / "elsewhere")
     (tree / "info" / "val_filelist.txt").unlink()
     assert list(find(webvision, tree, "--splits", "train")) == ["train"]
@@ -117,21 +117,21 @@ def test_what_only_other_splits_need_may_be_missing(tree: Path) -> None:
     (tree / "google").rename(tree / "away")
     write_tree(tree, {"info/val_filelist.txt": labelled(VAL)})
     assert list(find(webvision, tree, "--splits", "val")) == ["val"]
-    assert "no split 'test'; there is train, val" in complaint(webvision, tree, "--splits", "val,test")
+    assert "no split 'test'; available: train, val" in error_of(webvision, tree, "--splits", "val,test")
 
 
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
         ("synsets.txt", "n01440764 tench\ntench\n", "synsets.txt, line 2: expected `WNID words`, found 'tench'"),
-        ("synsets.txt", "n01440764 a\nn01440764 b\n", "synsets.txt, line 2: n01440764 is there twice"),
-        ("synsets.txt", "\n".join(SYNSETS[:49]), "synsets.txt: 49 classes, mini WebVision takes the first 50"),
+        ("synsets.txt", "n01440764 a\nn01440764 b\n", "synsets.txt, line 2: duplicate n01440764"),
+        ("synsets.txt", "\n".join(SYNSETS[:49]), "synsets.txt: 49 classes, mini WebVision needs the first 50"),
         ("train_filelist_google.txt", "google/a.jpg 0\ngoogle/b.jpg 1000", "google.txt, line 2: label '1000'"),
         ("train_filelist_google.txt", "google/a.jpg 0\ngoogle/a.jpg 1", "google.txt, line 2: 'google/a.jpg' is a dup"),
-        ("train_filelist_google.txt", "google/a.jpg 0\na.jpg 1", "both with and without google/"),
+        ("train_filelist_google.txt", "google/a.jpg 0\na.jpg 1", "both with and without the prefix google/"),
         ("val_filelist.txt", "val000001.jpg\n", "val_filelist.txt, line 1: expected `path label`"),
     ],
 )
-def test_what_is_wrong_in_a_list_is_named(file: str, content: str, message: str, tree: Path) -> None:
+def test_an_error_in_a_list_is_reported(file: str, content: str, message: str, tree: Path) -> None:
     write_tree(tree, {f"info/{file}": content})
-    assert message in complaint(webvision, tree)
+    assert message in error_of(webvision, tree)

@@ -1,4 +1,4 @@
-"""What holds for every source, and the trees that their tests are made of."""
+"""Tests of all sources, and helpers to create their file trees."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from sopdist.data.errors import DataError, ImageError
 from sopdist.data.headers import read_header
 from sopdist.data.keys import keys_of
 from sopdist.data.labels import GIVEN, check_name
@@ -19,6 +18,7 @@ from sopdist.data.sources import clothing1m, ilsvrc12, webvision
 from sopdist.data.sources.cifar import CIFAR10, CIFAR100
 from sopdist.data.sources.lists import numbered_lines, read_labelled, read_names, read_paths, reader
 from sopdist.data.sources.source import Source, SourceSplit
+from sopdist.errors import DataError, ImageError
 
 SOURCES: dict[str, Source] = {
     "clothing1m": clothing1m,
@@ -30,14 +30,14 @@ SOURCES: dict[str, Source] = {
 
 
 def jpeg(number: int) -> bytes:
-    """A small real JPEG, another one for each number."""
+    """A small real JPEG, different for each number."""
     buffer = io.BytesIO()
     Image.new("RGB", (9 + number % 7, 8), (number * 37 % 256, number * 11 % 256, number % 256)).save(buffer, "JPEG")
     return buffer.getvalue()
 
 
 def write_tree(root: Path, files: dict[str, bytes | str]) -> Path:
-    """Write files, given by their paths under `root`."""
+    """Write {path: content} under `root`."""
     for name, content in files.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -46,7 +46,7 @@ def write_tree(root: Path, files: dict[str, bytes | str]) -> Path:
 
 
 def find(source: Source, root: Path, *options: str) -> dict[str, SourceSplit]:
-    """Run the source as `sopdist prepare` does, and check what must hold for any split."""
+    """Run the source as `sopdist prepare` does, and check the invariants of every split."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--root")
     parser.add_argument("--splits")
@@ -66,8 +66,8 @@ def find(source: Source, root: Path, *options: str) -> dict[str, SourceSplit]:
     return splits
 
 
-def complaint(source: Source, root: Path, *options: str) -> str:
-    """What the source says about a tree that is not right."""
+def error_of(source: Source, root: Path, *options: str) -> str:
+    """The message of the DataError that the source raises for an invalid tree."""
     with pytest.raises(DataError) as caught:
         find(source, root, *options)
     return str(caught.value)
@@ -83,19 +83,19 @@ def complaint(source: Source, root: Path, *options: str) -> str:
         ("cifar100", "--root cifar-100-python/ cifar-100-binary/ --human cifar100n-noisy Splits: Label sets:"),
     ],
 )
-def test_the_help_of_a_source_shows_the_layout_it_expects(name: str, words: str) -> None:
+def test_the_help_of_a_source_shows_the_expected_layout(name: str, words: str) -> None:
     text = SOURCES[name].__doc__ or ""
     assert [word for word in words.split() if word not in text] == []
     assert max(map(len, text.splitlines())) <= 120
 
 
 @pytest.mark.parametrize("name", SOURCES)
-def test_a_root_that_is_no_folder_is_named(name: str, tmp_path: Path) -> None:
+def test_a_missing_root_is_reported(name: str, tmp_path: Path) -> None:
     options = ["--synsets", "x"] if name == "ilsvrc12-val" else []
-    assert "absent: no such folder" in complaint(SOURCES[name], tmp_path / "absent", *options)
+    assert "absent: no such folder" in error_of(SOURCES[name], tmp_path / "absent", *options)
 
 
-def test_lists_keep_odd_file_names_and_ignore_what_editors_add(tmp_path: Path) -> None:
+def test_lists_keep_unusual_file_names_and_ignore_byte_order_marks_and_blank_lines(tmp_path: Path) -> None:
     path = tmp_path / "list.txt"
     path.write_bytes(b"\xef\xbb\xbfa b/c.jpg\t 1\r\n\r\n  caf\xe9\x1c\xe3\x80\x80.jpg 0 \n")
     assert read_labelled(path, 2) == {"a b/c.jpg": 1, "caf\udce9\x1c\u3000.jpg": 0}
@@ -106,20 +106,20 @@ def test_lists_keep_odd_file_names_and_ignore_what_editors_add(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("a.jpg 0\nb.jpg 2\n", "line 2: label '2' of 'b.jpg'; allowed are 0 to 1"),
+        ("a.jpg 0\nb.jpg 2\n", "line 2: label '2' of 'b.jpg'; must be from 0 to 1"),
         ("a.jpg 0\nb.jpg -1\n", "line 2: label '-1'"),
         ("a.jpg 1_0\n", "line 1: label '1_0'"),
         ("a.jpg 0\n\nb.jpg\n", "line 3: expected `path label`, found 'b.jpg'"),
         ("a.jpg 0\nb.jpg 0\na.jpg 1\n", "line 3: 'a.jpg' is a duplicate"),
-        ("a.jpg 0\n../b.jpg 0\n", "line 2: '../b.jpg' leads out of the data set"),
-        ("/etc/a.jpg 0\n", "line 1: '/etc/a.jpg' leads out of the data set"),
+        ("a.jpg 0\n../b.jpg 0\n", "line 2: '../b.jpg' is outside the data set"),
+        ("/etc/a.jpg 0\n", "line 1: '/etc/a.jpg' is outside the data set"),
         ("b/a.jpg 0\nb//./a.jpg 0\n", "line 2: 'b/a.jpg' is a duplicate"),
         ("a.jpg 0\nb/ 0\n", "line 2: 'b/' is not the path of a file"),
         (". 0\n", "line 1: '.' is not the path of a file"),
-        ("\n", "list.txt: has no entries"),
+        ("\n", "list.txt: has no usable entries"),
     ],
 )
-def test_a_wrong_line_is_named_with_its_file_and_number(content: str, message: str, tmp_path: Path) -> None:
+def test_an_invalid_line_is_reported_with_file_and_line_number(content: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "list.txt"
     path.write_text(content)
     with pytest.raises(DataError) as caught:
@@ -128,7 +128,7 @@ def test_a_wrong_line_is_named_with_its_file_and_number(content: str, message: s
     assert message in str(caught.value)
 
 
-def test_paths_in_lists_are_made_plain_so_that_they_can_be_keys(tmp_path: Path) -> None:
+def test_paths_in_lists_are_normalised(tmp_path: Path) -> None:
     path = tmp_path / "list.txt"
     path.write_text("google//x.jpg 0\n./a./b.jpg 1\n")
     assert list(read_labelled(path, 2)) == ["google/x.jpg", "a./b.jpg"]
@@ -137,11 +137,11 @@ def test_paths_in_lists_are_made_plain_so_that_they_can_be_keys(tmp_path: Path) 
     assert read_paths(path) == {"google/x.jpg": 1}
 
 
-def test_a_backslash_is_a_character_like_others() -> None:
+def test_a_backslash_is_an_ordinary_character() -> None:
     assert keys_of(["a/b\\c.jpg", "a/b/c.jpg"]) == ["a/b%5Cc", "a/b/c"]
 
 
-def test_what_is_not_a_plain_file_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_regular_files_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     os.mkfifo(tmp_path / "pipe.jpg")
     (tmp_path / "device.jpg").symlink_to("/dev/zero")
     (tmp_path / "folder.jpg").mkdir()
@@ -152,7 +152,7 @@ def test_what_is_not_a_plain_file_is_not_read(tmp_path: Path, monkeypatch: pytes
         server.bind("socket.jpg")
         read = reader(tmp_path, ["pipe.jpg", "device.jpg", "folder.jpg", "socket.jpg", "large.jpg", "none.jpg"])
         for number in range(4):
-            with pytest.raises(ImageError, match="not a plain file"):
+            with pytest.raises(ImageError, match="not a regular file"):
                 read(number)
     with pytest.raises(ImageError, match="1,073,741,825 bytes, more than"):
         read(4)
@@ -160,7 +160,7 @@ def test_what_is_not_a_plain_file_is_not_read(tmp_path: Path, monkeypatch: pytes
         read(5)
 
 
-def test_a_path_twice_in_a_key_list_is_named_with_its_line(tmp_path: Path) -> None:
+def test_a_duplicate_path_in_a_key_list_is_reported_with_its_line(tmp_path: Path) -> None:
     path = tmp_path / "list.txt"
     path.write_text("a.jpg\n\nb..jpg\na.jpg\n")
     with pytest.raises(DataError, match=r"list\.txt, line 4: 'a\.jpg' is a duplicate"):

@@ -1,4 +1,4 @@
-"""The sources that need no particular data set: folders, tables, digits, and idx files; and the list of all sources."""
+"""Sources for the user's own data (folders, tables), digits, Fashion-MNIST, and the list of all sources."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from sopdist.cli import main
-from sopdist.data.errors import DataError
 from sopdist.data.headers import read_header
 from sopdist.data.labels import CLEAN, GIVEN
 from sopdist.data.sources import SOURCES, csv_list, digits, fashion_mnist, imagefolder, load_source
 from sopdist.data.sources.source import SourceSplit
 from sopdist.data.split import open_split
+from sopdist.errors import DataError
 
-from .pictures import encoded, picture
+from ..support.pictures import encoded, picture
 
 JPEG = encoded(picture(0))
 
@@ -51,7 +51,7 @@ def pixels_of(content: bytes) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", SOURCES)
-def test_every_source_can_be_loaded_and_its_help_shows_its_layout(
+def test_every_source_can_be_imported_and_its_help_shows_its_layout(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = load_source(name)
@@ -77,7 +77,7 @@ def test_the_help_of_prepare_lists_all_sources(capsys: pytest.CaptureFixture[str
     assert stop.value.code == 2
 
 
-def test_a_missing_root_is_an_error_not_a_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_root_is_an_error_without_a_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["prepare", "csv", "--out", str(tmp_path)])
     assert "--root" in capsys.readouterr().err
@@ -88,15 +88,15 @@ def test_a_missing_root_is_an_error_not_a_traceback(tmp_path: Path, capsys: pyte
 # -- digits and Fashion-MNIST ------------------------------------------------------------------------------------------
 
 
-def test_digits_are_the_ones_of_scikit_learn_split_evenly_by_class(tmp_path: Path) -> None:
+def test_digits_are_those_of_scikit_learn_split_by_class(tmp_path: Path) -> None:
     assert main(["prepare", "digits", "--out", str(tmp_path), "--samples-per-shard", "500"]) == 0
     values, labels = load_digits(return_X_y=True)
     seen = []
-    for name, share in (("train", 0.8), ("test", 0.2)):
+    for name, fraction in (("train", 0.8), ("test", 0.2)):
         with open_split(tmp_path / name) as split:
             given = split.labels(GIVEN).labels
             np.testing.assert_array_equal(given, split.labels(CLEAN).labels)
-            assert np.bincount(given) == pytest.approx(share * np.bincount(labels), abs=1)
+            assert np.bincount(given) == pytest.approx(fraction * np.bincount(labels), abs=1)
             for index in range(0, len(split), 7):
                 number = int(split.record(index)["path"].removesuffix(".png"))
                 assert given[index] == labels[number]
@@ -113,7 +113,7 @@ def idx(array: np.ndarray) -> bytes:
     return struct.pack(f">HBB{array.ndim}I", 0, 8, array.ndim, *array.shape) + array.tobytes()
 
 
-def write_fashion(root: Path, packed: bool = True, counts: tuple[int, int] = (7, 3)) -> dict[str, np.ndarray]:
+def write_fashion(root: Path, compressed: bool = True, counts: tuple[int, int] = (7, 3)) -> dict[str, np.ndarray]:
     draw = np.random.default_rng(0)
     arrays = {}
     for prefix, count in zip(("train", "t10k"), counts, strict=True):
@@ -122,13 +122,13 @@ def write_fashion(root: Path, packed: bool = True, counts: tuple[int, int] = (7,
     root.mkdir(parents=True, exist_ok=True)
     for name, array in arrays.items():
         content = idx(array)
-        (root / f"{name}{'.gz' if packed else ''}").write_bytes(gzip.compress(content) if packed else content)
+        (root / f"{name}{'.gz' if compressed else ''}").write_bytes(gzip.compress(content) if compressed else content)
     return arrays
 
 
-@pytest.mark.parametrize(("packed", "below"), [(True, ""), (False, ""), (True, "FashionMNIST/raw")])
-def test_fashion_mnist_packed_or_not(tmp_path: Path, packed: bool, below: str) -> None:
-    arrays = write_fashion(tmp_path / below, packed)
+@pytest.mark.parametrize(("compressed", "folder"), [(True, ""), (False, ""), (True, "FashionMNIST/raw")])
+def test_fashion_mnist_may_be_compressed_or_not(tmp_path: Path, compressed: bool, folder: str) -> None:
+    arrays = write_fashion(tmp_path / folder, compressed)
     splits = find("fashion-mnist", tmp_path)
     for name, prefix in (("train", "train"), ("test", "t10k")):
         split, images = splits[name], arrays[f"{prefix}-images-idx3-ubyte"]
@@ -142,18 +142,18 @@ def test_fashion_mnist_packed_or_not(tmp_path: Path, packed: bool, below: str) -
 @pytest.mark.parametrize(
     ("name", "change", "says"),
     [
-        ("train-images-idx3-ubyte.gz", lambda packed: packed[:-20], "cut short"),
-        ("train-images-idx3-ubyte.gz", lambda packed: b"BZh9" + packed[4:], "damaged"),
+        ("train-images-idx3-ubyte.gz", lambda content: content[:-20], "truncated"),
+        ("train-images-idx3-ubyte.gz", lambda content: b"BZh9" + content[4:], "damaged"),
         ("train-images-idx3-ubyte.gz", lambda _: gzip.compress(b"\0\0\x08\x01" + bytes(12)), "3 dimensions"),
-        ("train-images-idx3-ubyte.gz", lambda _: gzip.compress(b"\0\0\x08\x03" + bytes(5)), "inside its header"),
+        ("train-images-idx3-ubyte.gz", lambda _: gzip.compress(b"\0\0\x08\x03" + bytes(5)), "truncated header"),
         ("train-images-idx3-ubyte.gz", lambda _: gzip.compress(idx(np.zeros((7, 32, 32), np.uint8))), "32 x 32"),
         ("train-labels-idx1-ubyte.gz", lambda _: gzip.compress(idx(np.zeros(6, np.uint8))), "6 labels"),
-        ("train-labels-idx1-ubyte.gz", lambda _: gzip.compress(idx(np.zeros(7, np.uint8))[:-1]), "cut short: 14 bytes"),
+        ("train-labels-idx1-ubyte.gz", lambda _: gzip.compress(idx(np.zeros(7, np.uint8))[:-1]), "truncated: 14 bytes"),
         ("t10k-labels-idx1-ubyte.gz", lambda _: gzip.compress(idx(np.full(3, 10, np.uint8))), "label 10"),
         ("t10k-labels-idx1-ubyte.gz", lambda _: gzip.compress(idx(np.zeros(3, np.uint8)) + b"!"), "too long"),
     ],
 )
-def test_damaged_idx_files_are_named(tmp_path: Path, name: str, change: object, says: str) -> None:
+def test_damaged_idx_files_are_reported(tmp_path: Path, name: str, change: object, says: str) -> None:
     write_fashion(tmp_path)
     (tmp_path / name).write_bytes(change((tmp_path / name).read_bytes()))
     with pytest.raises(DataError, match=says) as caught:
@@ -161,7 +161,7 @@ def test_damaged_idx_files_are_named(tmp_path: Path, name: str, change: object, 
     assert str(tmp_path / name) in str(caught.value)
 
 
-def test_missing_idx_files_are_all_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_missing_idx_files_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_fashion(tmp_path)
     (tmp_path / "t10k-images-idx3-ubyte.gz").unlink()
     (tmp_path / "t10k-labels-idx1-ubyte.gz").unlink()
@@ -179,10 +179,10 @@ def test_the_real_fashion_mnist_is_found_without_root() -> None:
     assert np.bincount(splits["train"].labels[GIVEN]).tolist() == [6000] * 10
 
 
-# -- a folder a class --------------------------------------------------------------------------------------------------
+# -- one folder per class ----------------------------------------------------------------------------------------------
 
 
-def test_folders_are_listed_in_the_order_of_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_folders_and_files_are_sorted_by_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_images(
         tmp_path,
         "cat/b.JPG", "cat/a.jpeg", "cat/Z.png", "cat/sub/deep/er/1.webp", "cat/sub.x/2.gif", "Dog/1.tiff",
@@ -200,12 +200,12 @@ def test_folders_are_listed_in_the_order_of_bytes(tmp_path: Path, capsys: pytest
     assert split.labels[GIVEN].tolist() == [0, 1, 1, 1, 1, 1, 2]
     assert split.read(3) == JPEG
     assert (
-        "4 other files are left out: 1 without extension, 2 .txt, 1 images outside of all classes\n"
+        "4 other files are skipped: 1 without extension, 2 .txt, 1 images outside all class folders\n"
         in capsys.readouterr().err
     )
 
 
-def test_split_folders_share_their_classes(tmp_path: Path) -> None:
+def test_split_folders_must_have_the_same_classes(tmp_path: Path) -> None:
     write_images(tmp_path, "train/a/1.jpg", "train/b/2.jpg", "val/a/3.jpg", "val/b/4.jpg", "test/a/5.jpg")
     with pytest.raises(DataError, match=r"test: lacks classes of .*train: 'b'"):
         find("imagefolder", tmp_path)
@@ -215,28 +215,28 @@ def test_split_folders_share_their_classes(tmp_path: Path) -> None:
     assert splits["val"].paths == ["val/a/3.jpg", "val/b/4.jpg"]
     assert splits["test"].labels[GIVEN].tolist() == [0]
     write_images(tmp_path, "val/c/6.jpg")
-    with pytest.raises(DataError, match=r"val: has classes that .*train does not have: 'c'"):
+    with pytest.raises(DataError, match=r"val: has classes that are not in .*train: 'c'"):
         find("imagefolder", tmp_path)
 
 
-def test_train_may_be_a_class_but_not_a_riddle(tmp_path: Path) -> None:
+def test_train_may_be_a_class_if_that_is_unambiguous(tmp_path: Path) -> None:
     write_images(tmp_path, "train/1.jpg", "plane/2.jpg")
     assert find("imagefolder", tmp_path)["train"].classes == ("plane", "train")
     write_images(tmp_path, "train/express/3.jpg")
-    with pytest.raises(DataError, match=r"train/ looks like a split, 'plane' beside it does not"):
+    with pytest.raises(DataError, match=r"train/ looks like a split, but 'plane' next to it does not"):
         find("imagefolder", tmp_path)
 
 
-def test_a_root_at_the_wrong_level_is_told(tmp_path: Path) -> None:
+def test_a_root_at_the_wrong_level_is_refused(tmp_path: Path) -> None:
     write_images(tmp_path, "in/images/a/1.jpg", "in/images/b/2.jpg")
     for root in (tmp_path / "in", tmp_path / "in" / "images" / "a"):
         with pytest.raises(DataError, match="a level too high or too low"):
             find("imagefolder", root)
-    with pytest.raises(DataError, match="inside of --root"):
+    with pytest.raises(DataError, match="inside --root"):
         find("imagefolder", tmp_path / "in" / "images", out=tmp_path / "in" / "images" / "shards")
 
 
-def test_links_are_followed_once_and_loops_end(tmp_path: Path) -> None:
+def test_links_are_followed_once_and_loops_terminate(tmp_path: Path) -> None:
     write_images(tmp_path / "elsewhere", "1.jpg", "more/2.jpg")
     write_images(tmp_path / "in", "a/3.jpg")
     (tmp_path / "in" / "b").symlink_to(tmp_path / "elsewhere")
@@ -245,13 +245,13 @@ def test_links_are_followed_once_and_loops_end(tmp_path: Path) -> None:
     (tmp_path / "in" / "a" / "round.jpg").symlink_to("round.jpg")
     (tmp_path / "elsewhere" / "more" / "back").symlink_to(tmp_path / "elsewhere")
     (tmp_path / "elsewhere" / "again").symlink_to("more")
-    os.mkfifo(tmp_path / "in" / "a" / "pipe.jpg")  # reading it would wait forever
+    os.mkfifo(tmp_path / "in" / "a" / "pipe.jpg")  # reading it would block
     paths = find("imagefolder", tmp_path / "in")["train"].paths
     assert paths == ["a/3.jpg", "a/round.jpg", "b/1.jpg", "b/more/2.jpg"]
     assert imagefolder.__doc__
 
 
-def test_a_link_into_another_class_does_not_change_the_class_of_what_is_there(tmp_path: Path) -> None:
+def test_a_link_into_another_class_does_not_change_the_class_of_its_images(tmp_path: Path) -> None:
     write_images(tmp_path, "a/1.jpg", "b/2.jpg", "b/sub/3.jpg", "c/4.jpg")
     (tmp_path / "a" / "tob").symlink_to("../b")
     (tmp_path / "a" / "tosub").symlink_to("../b/sub")
@@ -264,7 +264,7 @@ def test_a_link_into_another_class_does_not_change_the_class_of_what_is_there(tm
         find("imagefolder", tmp_path)
 
 
-def test_many_classes_are_compared_in_no_time(tmp_path: Path) -> None:
+def test_comparing_many_classes_takes_linear_time(tmp_path: Path) -> None:
     class Counted(list[str]):
         passes = 0
 
@@ -286,7 +286,7 @@ def write_table(root: Path, text: str | bytes, name: str = "labels.csv") -> Path
     return root
 
 
-def test_a_table_with_all_columns_and_all_oddities(tmp_path: Path) -> None:
+def test_a_table_with_all_columns_and_unusual_formatting(tmp_path: Path) -> None:
     write_images(tmp_path, "x/a.jpg", "x/b, c.jpg", "d.jpg")
     table = (
         "\ufeffsplit, label ,path,clean\r\n"
@@ -306,7 +306,7 @@ def test_a_table_with_all_columns_and_all_oddities(tmp_path: Path) -> None:
     assert val.read(0) == JPEG
 
 
-def test_labels_are_numbers_or_names_or_lines_of_a_list(tmp_path: Path) -> None:
+def test_labels_are_numbers_names_or_lines_of_a_class_list(tmp_path: Path) -> None:
     write_table(tmp_path, "path,label\na.jpg,3\nb.jpg,0\n")
     assert find("csv", tmp_path)["train"].classes == ("0", "1", "2", "3")
     assert CLEAN not in find("csv", tmp_path)["train"].labels
@@ -318,7 +318,7 @@ def test_labels_are_numbers_or_names_or_lines_of_a_list(tmp_path: Path) -> None:
     assert split.labels[GIVEN].tolist() == [3, 0, 1]
 
 
-def test_names_that_are_numbers_are_refused_until_it_is_said_what_is_meant(tmp_path: Path) -> None:
+def test_class_names_that_are_numbers_need_the_option_as(tmp_path: Path) -> None:
     write_table(tmp_path, "path,label,clean\na.jpg,0,2\nb.jpg,1,-1\nc.jpg,2,2\n")
     names = tmp_path / "names.txt"
     names.write_text("1\n2\n3\n")
@@ -333,7 +333,7 @@ def test_names_that_are_numbers_are_refused_until_it_is_said_what_is_meant(tmp_p
     assert split.labels[GIVEN].tolist() == [0, 2]
 
 
-def test_numbers_stay_numbers_whatever_is_unknown_or_has_leading_zeros(tmp_path: Path) -> None:
+def test_labels_stay_numbers_with_unknown_labels_or_leading_zeros(tmp_path: Path) -> None:
     write_table(tmp_path, "path,label\n" + "".join(f"{n}.jpg,{label}\n" for n, label in enumerate((10, 9, -1, 2))))
     (split,) = find("csv", tmp_path).values()
     assert split.classes == tuple(map(str, range(11)))
@@ -346,17 +346,17 @@ def test_numbers_stay_numbers_whatever_is_unknown_or_has_leading_zeros(tmp_path:
 
 
 @pytest.mark.parametrize("odd", ["nan", "n/a", "1.0", "-2", "cat"])
-def test_a_label_that_is_no_number_among_numbers_is_named(tmp_path: Path, odd: str) -> None:
+def test_a_label_that_is_not_a_number_among_numbers_is_reported(tmp_path: Path, odd: str) -> None:
     write_table(tmp_path, f"path,label\na.jpg,3\nb.jpg,10\nc.jpg,{odd}\nd.jpg,2\n")
-    says = f"labels.csv, line 4: label '{odd}' is not a whole number from 0 on, others are, such as '3' in line 2"
+    says = f"labels.csv, line 4: label '{odd}' is not an integer >= 0, but others are, e.g. '3' in line 2"
     with pytest.raises(DataError, match=says):
         find("csv", tmp_path)
-    with pytest.raises(DataError, match=f"line 4: label '{odd}' is not the number of a class"):
+    with pytest.raises(DataError, match=f"line 4: label '{odd}' is not a class index"):
         find("csv", tmp_path, "--as", "numbers")
     (split,) = find("csv", tmp_path, "--as", "names").values()
     assert split.classes == tuple(sorted(("3", "10", odd, "2")))
     write_table(tmp_path, "path,label\na.jpg,0.0\nb.jpg,1.0\n")  # as pandas writes integers
-    with pytest.raises(DataError, match=r"line 2: label '0.0' is not a whole number from 0 on; write"):
+    with pytest.raises(DataError, match=r"line 2: label '0.0' is not an integer >= 0; write"):
         find("csv", tmp_path)
 
 
@@ -370,14 +370,14 @@ def test_a_label_that_is_no_number_among_numbers_is_named(tmp_path: Path, odd: s
         (b"path\tlabel\na.jpg\tcat\n", "line 1: columns .*separated by commas.*tabs"),
     ],
 )
-def test_a_table_as_a_spreadsheet_may_write_it_is_told_what_to_change(
+def test_a_table_with_another_encoding_or_separator_is_refused_with_advice(
     tmp_path: Path, content: bytes, says: str
 ) -> None:
     with pytest.raises(DataError, match=says):
         find("csv", write_table(tmp_path, content))
 
 
-def test_paths_in_a_table_may_be_in_any_script_and_may_be_links(tmp_path: Path) -> None:
+def test_paths_in_a_table_may_contain_any_characters_and_may_be_links(tmp_path: Path) -> None:
     write_images(tmp_path / "far", "1.jpg")
     root = write_table(tmp_path / "in", "path,label\ncafé.jpg,a\nlink.jpg,b\n")
     (root / "café.jpg").write_bytes(JPEG)
@@ -410,27 +410,27 @@ def test_paths_in_a_table_may_be_in_any_script_and_may_be_links(tmp_path: Path) 
         ("path,label\n/etc/passwd,1\n", "line 2: '/etc/passwd': not a plain relative path"),
         ("path,label\n,1\n", "line 2: '': not a plain relative path"),
         ("path,label\na.jpg,-1\nb.jpg,-1\n", "all labels are -1"),
-        ("path,label\na.jpg,99999999\n", "would make 100,000,000 classes; name them with --classes"),
+        ("path,label\na.jpg,99999999\n", "would make 100,000,000 classes; list them with --classes"),
         ("path,label,split\na.jpg,1,../x\n", r"line 2: split '\.\./x'"),
         ("path,label,split\na.jpg,1,\n", "line 2: split ''"),
         ('path,label\n"a.jpg,1\n', "line 2: unexpected end of data"),
     ],
 )
-def test_errors_of_a_table_name_file_and_line(tmp_path: Path, text: str, says: str) -> None:
+def test_errors_in_a_table_are_reported_with_file_and_line(tmp_path: Path, text: str, says: str) -> None:
     write_table(tmp_path, text)
     with pytest.raises(DataError, match=says) as caught:
         find("csv", tmp_path)
     assert str(tmp_path / "labels.csv") in str(caught.value)
 
 
-def test_a_label_that_is_no_class_and_a_table_that_is_not_there(tmp_path: Path) -> None:
+def test_an_unknown_class_and_a_missing_table_are_refused(tmp_path: Path) -> None:
     write_table(tmp_path, "path,label,clean\na.jpg,cat,dog\nb.jpg,dog,bird\n")
     names = tmp_path / "names.txt"
     names.write_text("cat\ndog\n")
     with pytest.raises(DataError, match=r"labels.csv, line 3: no class 'bird'"):
         find("csv", tmp_path, "--classes", str(names))
     names.write_text("cat\ndog\ncat\n")
-    with pytest.raises(DataError, match=r"names.txt: names a class twice"):
+    with pytest.raises(DataError, match=r"names.txt: lists a class twice"):
         find("csv", tmp_path, "--classes", str(names))
     with pytest.raises(DataError, match=r"gone.csv: cannot be read: No such file.*--csv"):
         find("csv", tmp_path, "--csv", str(tmp_path / "gone.csv"))

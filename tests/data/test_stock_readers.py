@@ -1,4 +1,4 @@
-"""Our shards are plain WebDataset: stock readers find in them what we put in, with our index."""
+"""Our shards are plain WebDataset: stock readers read the same samples from them, also with our index."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import webdataset as wds
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sopdist.data.errors import ShardError
 from sopdist.data.headers import FORMATS
 from sopdist.data.keys import key_of
 from sopdist.data.shards import Member, parse_index, scan_tar, write_shard
 from sopdist.data.split import open_split
-from tests.data.pictures import encoded, picture
-from tests.data.small_splits import write_split
+from sopdist.errors import ShardError
+from tests.support.pictures import encoded, picture
+from tests.support.small_splits import write_split
 
 PATHS = [
     "plain.jpg",
@@ -44,7 +44,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "train"
 
 
-def test_stock_webdataset_reads_them(folder: Path) -> None:
+def test_stock_webdataset_reads_our_shards(folder: Path) -> None:
     shards = [str(path) for path in sorted(folder.glob("*.tar"))]
     found = list(wds.WebDataset(shards, shardshuffle=False))
     assert [entry["__key__"] for entry in found] == [member.key for member in members()]
@@ -55,7 +55,7 @@ def test_stock_webdataset_reads_them(folder: Path) -> None:
     assert decoded[0]["jpg"].shape == (16, 20, 3)
 
 
-def test_stock_dali_reads_them_with_our_index(folder: Path) -> None:
+def test_stock_dali_reads_our_shards_with_our_index(folder: Path) -> None:
     from nvidia.dali import fn, pipeline_def
 
     tars = [str(path) for path in sorted(folder.glob("*.tar"))]
@@ -71,18 +71,18 @@ def test_stock_dali_reads_them_with_our_index(folder: Path) -> None:
     pipeline = graph()
     pipeline.build()
     images, records = pipeline.run()
-    for place, member in enumerate(members()):
-        assert bytes(np.asarray(images.at(place))) == member.image
-        assert json.loads(bytes(np.asarray(records.at(place)))) == member.record
+    for position, member in enumerate(members()):
+        assert bytes(np.asarray(images.at(position))) == member.image
+        assert json.loads(bytes(np.asarray(records.at(position)))) == member.record
 
 
-def test_the_index_is_the_one_that_dali_s_own_tool_writes(folder: Path) -> None:
+def test_the_index_is_identical_to_that_of_the_dali_tool(folder: Path) -> None:
     import wds2idx
 
     for tar in folder.glob("*.tar"):
-        with wds2idx.IndexCreator(str(tar), str(tar) + ".theirs", verbose=False) as creator:
+        with wds2idx.IndexCreator(str(tar), str(tar) + ".by_dali", verbose=False) as creator:
             creator.create_index()
-        assert Path(str(tar) + ".theirs").read_bytes() == tar.with_suffix(".idx").read_bytes()
+        assert Path(str(tar) + ".by_dali").read_bytes() == tar.with_suffix(".idx").read_bytes()
 
 
 def test_tar_and_index_do_not_depend_on_time_or_user(tmp_path: Path) -> None:
@@ -97,27 +97,27 @@ names = st.text(st.characters(blacklist_characters="/\0\\", blacklist_categories
 
 @settings(max_examples=40)
 @given(st.lists(st.tuples(names, st.binary(max_size=2000), st.sampled_from(FORMATS)), min_size=1, max_size=6))
-def test_any_name_and_content_comes_back(
+def test_any_name_and_content_survives_the_round_trip(
     tmp_path_factory: pytest.TempPathFactory, samples: list[tuple[str, bytes, str]]
 ) -> None:
     folder = tmp_path_factory.mktemp("any")
     written = [
-        Member(key_of(f"{place}/{name.strip('.') or 'x'}.jpg"), kind, data, {"label": place, "path": name})
-        for place, (name, data, kind) in enumerate(samples)
+        Member(key_of(f"{position}/{name.strip('.') or 'x'}.jpg"), kind, data, {"label": position, "path": name})
+        for position, (name, data, kind) in enumerate(samples)
     ]
     info = write_shard(folder / "shard-000000.tar", written)
     index = parse_index((folder / info.index_name).read_text(), "index")
     assert index.keys == [member.key for member in written]
     in_tar = {name: (offset, size) for name, offset, size in scan_tar(folder / info.name)}
-    for place, member in enumerate(written):
-        assert in_tar[f"{member.key}.{member.extension}"] == (index.offsets[place], index.sizes[place])
+    for position, member in enumerate(written):
+        assert in_tar[f"{member.key}.{member.extension}"] == (index.offsets[position], index.sizes[position])
     found = list(wds.WebDataset(str(folder / info.name), shardshuffle=False))
     assert [(entry["__key__"], entry[m.extension]) for entry, m in zip(found, written, strict=True)] == [
         (member.key, member.image) for member in written
     ]
 
 
-def test_reading_by_index_gives_image_record_key_and_place(folder: Path) -> None:
+def test_reading_by_index_returns_image_record_and_location(folder: Path) -> None:
     with open_split(folder) as split:
         assert len(split) == 5
         for index, member in enumerate(members()):
@@ -134,7 +134,7 @@ def test_reading_by_index_gives_image_record_key_and_place(folder: Path) -> None
         "v1.2 1\njpg -5 1 a.jpg json 0 1 a.json\n", f"v1.2 1\njpg 0 {10**30} a.jpg json 0 1 a.json\n", "\xff\xfe",
     ],
 )  # fmt: skip
-def test_a_damaged_index_is_named_when_the_shard_is_opened(tmp_path: Path, text: str) -> None:
+def test_a_damaged_index_is_an_error_when_the_shard_is_opened(tmp_path: Path, text: str) -> None:
     write_split(tmp_path / "train", members()[:1])
     (tmp_path / "train" / "shard-000000.idx").write_bytes(text.encode("latin-1"))
     with open_split(tmp_path / "train") as split, pytest.raises(ShardError, match=r"shard-000000\.(idx|tar)"):

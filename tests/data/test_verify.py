@@ -1,4 +1,4 @@
-"""`sopdist verify`: each kind of damage is found, and named with shard, key and index."""
+"""`sopdist verify`: every kind of damage is found and reported with shard, key and index."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ import numpy as np
 import pytest
 
 from sopdist.cli import main
+from sopdist.cli.output import progress_bar
 from sopdist.data.checking.verify import verify_split
 from sopdist.data.checking.verify_shard import Checks
-from sopdist.data.commands.output import progress_bar
 from sopdist.data.headers import read_header
 from sopdist.data.labels import write_labels
 from sopdist.data.manifest import Manifest, read_manifest
 from sopdist.data.shards import Member, parse_index
 from sopdist.files import sha256_of
-from tests.data.pictures import encoded, picture
-from tests.data.small_splits import CLASSES, jpeg, sample, samples, write_split
+from tests.support.pictures import encoded, picture
+from tests.support.small_splits import CLASSES, jpeg, sample, samples, write_split
 
 SECOND = "shard-000001.tar"  # samples 4 to 7
 
@@ -43,7 +43,7 @@ def problems(folder: Path, **checks: object) -> list[str]:
 
 
 def write_raw_shard(folder: Path, members: list[tuple[str, bytes]]) -> None:
-    """Replace the second shard by a tar with any members, its index left out, the manifest set right."""
+    """Replace the second shard by a tar with any members and update the manifest, but not the index."""
     path = folder / SECOND
     with tarfile.open(path, "w", format=tarfile.PAX_FORMAT) as tar:
         for name, content in members:
@@ -54,7 +54,7 @@ def write_raw_shard(folder: Path, members: list[tuple[str, bytes]]) -> None:
 
 
 def accept_shard(folder: Path, **changes: int) -> None:
-    """Let the manifest agree with the second shard as it is now, up to `changes`."""
+    """Update the manifest to match the second shard as it is now, except for `changes`."""
     manifest = read_manifest(folder)
     path = folder / SECOND
     info = replace(manifest.shards[1], bytes=path.stat().st_size, sha256=sha256_of(path), **changes)
@@ -65,12 +65,12 @@ def accept_shard(folder: Path, **changes: int) -> None:
     Manifest(manifest.dataset, manifest.split, manifest.classes, tuple(shards)).write(folder)
 
 
-def test_a_sound_split_has_no_problems(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_intact_split_has_no_problems(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for options in ([], ["--quick"], ["--decode"], ["--workers", "3"]):
         assert main(["verify", str(folder), *options]) == 0
         out = capsys.readouterr().out
         assert "12 samples in 3 shards" in out
-        assert "all is well" in out
+        assert "no problems found" in out
 
 
 def test_every_format_and_long_names_pass(tmp_path: Path) -> None:
@@ -92,35 +92,33 @@ def test_a_flipped_bit_is_found_by_the_checksum(folder: Path) -> None:
     content[content.index(jpeg(0)) + len(jpeg(0)) // 2] ^= 4
     path.write_bytes(content)
     assert problems(folder) == [
-        f"checksum: {SECOND}: its SHA-256 is not that of the manifest; copy or prepare it again"
+        f"checksum: {SECOND}: its SHA-256 does not match the manifest; copy or prepare it again"
     ]
-    assert problems(folder, quick=True) == []  # which says that it does not read the tars
+    assert problems(folder, quick=True) == []  # --quick does not read the tars
 
 
 @pytest.mark.parametrize("part", [0.2, 0.5, 0.8])
-def test_a_truncated_tar_is_told_with_the_last_sample(folder: Path, part: float) -> None:
+def test_a_truncated_tar_is_reported_with_its_last_sample(folder: Path, part: float) -> None:
     path = folder / SECOND
     content = path.read_bytes()
     path.write_bytes(content[: int(part * len(content))])
     found = problems(folder)
     assert f"size: {SECOND}: {int(part * len(content))} bytes, the manifest says {len(content)}" in found[0]
     assert any(line.startswith(f"checksum: {SECOND}") for line in found)
-    (tar,) = [line for line in found if line.startswith(f"tar: {SECOND}: not a whole tar")]
+    (tar,) = [line for line in found if line.startswith(f"tar: {SECOND}: damaged tar")]
     assert "after sample k/" in tar
     assert any(line.startswith("size") for line in problems(folder, quick=True))
 
 
-def test_a_tar_without_its_end_is_not_whole(folder: Path) -> None:
+def test_a_tar_without_its_end_is_damaged(folder: Path) -> None:
     path = folder / SECOND
     path.write_bytes(path.read_bytes()[:-1024])
     accept_shard(folder)
-    assert [line.partition(" at byte")[0] for line in problems(folder)] == [
-        f"tar: {SECOND}: not a whole tar: it ends early"
-    ]
+    assert [line.partition(" at byte")[0] for line in problems(folder)] == [f"tar: {SECOND}: damaged tar: truncated"]
 
 
-def test_a_damaged_tar_header_is_no_end(folder: Path) -> None:
-    """Python's tarfile takes one for the end of the archive."""
+def test_a_damaged_tar_header_is_not_the_end_of_the_archive(folder: Path) -> None:
+    """Python's tarfile takes it for the end."""
     path = folder / SECOND
     index = parse_index((folder / "shard-000001.idx").read_text(), "")
     content = bytearray(path.read_bytes())
@@ -128,44 +126,45 @@ def test_a_damaged_tar_header_is_no_end(folder: Path) -> None:
     path.write_bytes(content)
     accept_shard(folder)
     (found,) = problems(folder)
-    assert found.startswith(f"tar: {SECOND}: not a whole tar: no member and no end at byte {index.offsets[2] - 512}")
+    what = "damaged tar: neither a member nor the end of the archive"
+    assert found.startswith(f"tar: {SECOND}: {what} at byte {index.offsets[2] - 512}")
     assert found.endswith("after sample k/5")
 
 
-def test_missing_files_are_named(folder: Path) -> None:
+def test_missing_files_are_reported(folder: Path) -> None:
     (folder / SECOND).unlink()
     (folder / "shard-000002.idx").unlink()
     for quick in (False, True):
         found = problems(folder, quick=quick)
         assert len(found) == 2
-        assert found[0].startswith(f"missing file: {SECOND}: the manifest names it")
+        assert found[0].startswith(f"missing file: {SECOND}: listed in the manifest")
         assert found[1].startswith("missing file: shard-000002.idx: ")
 
 
-def test_swapped_lines_of_an_index_are_named_with_key_and_index(folder: Path) -> None:
+def test_swapped_lines_of_an_index_are_reported_with_key_and_index(folder: Path) -> None:
     path = folder / "shard-000001.idx"
     lines = path.read_text().split("\n")
     lines[2], lines[3] = lines[3], lines[2]
     path.write_text("\n".join(lines))
     first, second = problems(folder)
-    assert first.startswith("index: shard-000001.idx, key k/5, index 5: line 3 says 'jpg ")
-    assert second.startswith("index: shard-000001.idx, key k/6, index 6: line 4 says 'jpg ")
+    assert first.startswith("index: shard-000001.idx, key k/5, index 5: line 3 is 'jpg ")
+    assert second.startswith("index: shard-000001.idx, key k/6, index 6: line 4 is 'jpg ")
 
 
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda text: text.replace("jpg 512 ", "jpg 513 "), "key k/4, index 4: line 2 says 'jpg 513 "),
-        (lambda text: text.replace("k/6.json", "k/7.json"), "key k/6, index 6: line 4 says"),
-        (lambda text: text.replace("jpg 512 ", "jpg x "), "an offset or a size is not a number"),
+        (lambda text: text.replace("jpg 512 ", "jpg 513 "), "key k/4, index 4: line 2 is 'jpg 513 "),
+        (lambda text: text.replace("k/6.json", "k/7.json"), "key k/6, index 6: line 4 is"),
+        (lambda text: text.replace("jpg 512 ", "jpg x "), "an offset or a size is not an integer"),
         (lambda text: text.replace("jpg 512 ", "gif 512 "), "line 2: expected an image and its json"),
-        (lambda text: text.replace("v1.2", "v1.1"), "not a whole index"),
+        (lambda text: text.replace("v1.2", "v1.1"), "not a complete index"),
         (lambda text: text[:-20], "key k/7, index 7"),
-        (lambda _: "", "not a whole index"),
+        (lambda _: "", "not a complete index"),
         (lambda _: "\udcff", "not text"),
     ],
 )
-def test_a_damaged_index_is_named(folder: Path, damage: Callable[[str], str], message: str) -> None:
+def test_a_damaged_index_is_reported(folder: Path, damage: Callable[[str], str], message: str) -> None:
     path = folder / "shard-000001.idx"
     path.write_bytes(damage(path.read_text()).encode("utf-8", "surrogateescape"))
     found = problems(folder)
@@ -173,7 +172,7 @@ def test_a_damaged_index_is_named(folder: Path, damage: Callable[[str], str], me
     assert any(message in line for line in found)
 
 
-def test_an_index_that_lacks_lines_does_not_count(folder: Path) -> None:
+def test_an_index_with_missing_lines_is_reported(folder: Path) -> None:
     path = folder / "shard-000001.idx"
     path.write_text("\n".join(["v1.2 3", *path.read_text().split("\n")[1:4], ""]))
     for quick in (False, True):
@@ -184,7 +183,7 @@ def test_an_index_that_lacks_lines_does_not_count(folder: Path) -> None:
         )
 
 
-def test_a_wrong_count_in_the_manifest_names_the_shard(folder: Path) -> None:
+def test_a_wrong_count_in_the_manifest_is_reported_for_its_shard(folder: Path) -> None:
     accept_shard(folder, samples=5)
     write_labels(folder, read_manifest(folder), "given", np.array([0, 1, 2, 0, 1, 2, 0, 1, 0, 2, 0, 1, 2]), {})
     assert problems(folder) == [
@@ -200,11 +199,11 @@ def test_a_wrong_count_in_the_manifest_names_the_shard(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda fields: fields["shards"][1].update(samples=5), "shard-000002.tar begins with index 8, expected 9"),
+        (lambda fields: fields["shards"][1].update(samples=5), "shard-000002.tar starts at index 8, expected 9"),
         (lambda fields: fields["shards"][1].update(name="../shard-000001.tar"), "shard name '../shard-000001.tar'"),
         (lambda fields: fields["shards"][1].update(name="/shard-000001.tar"), "shard name '/shard-000001.tar'"),
-        (lambda fields: fields["shards"][1].update(sha256="0" * 64), "says digest"),
-        (lambda fields: fields.update(samples=13), "says samples = 13"),
+        (lambda fields: fields["shards"][1].update(sha256="0" * 64), "digest is"),
+        (lambda fields: fields.update(samples=13), "samples is 13"),
         (lambda fields: fields.pop("classes"), "damaged (KeyError: 'classes')"),
     ],
 )
@@ -220,7 +219,7 @@ def test_a_wrong_manifest_is_refused(
     assert message in out
 
 
-def test_a_duplicate_key_names_both_places(tmp_path: Path) -> None:
+def test_a_duplicate_key_is_reported_with_both_samples(tmp_path: Path) -> None:
     for first, second in ((1, 10), (5, 6)):
         members = samples()
         members[second] = sample(second, key=f"k/{first}")
@@ -233,7 +232,7 @@ def test_a_duplicate_key_names_both_places(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("key", ["/etc/passwd", "../../escape", "a//b", "a b", "k\x1b[31m", "a/../b"])
-def test_keys_that_are_not_ours_are_told(tmp_path: Path, key: str) -> None:
+def test_unsafe_keys_are_reported(tmp_path: Path, key: str) -> None:
     members = samples()
     members[5] = sample(5, key=key)
     write_split(tmp_path, members)
@@ -245,16 +244,16 @@ def test_keys_that_are_not_ours_are_told(tmp_path: Path, key: str) -> None:
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        ({"label": 3}, "label 3 in its json; allowed are 0 to 2"),
+        ({"label": 3}, "label 3 in its json; must be from 0 to 2"),
         ({"label": -2}, "label -2 in its json"),
-        ({"label": 0}, "label 0 in its json, 2 in label set 'given'"),
+        ({"label": 0}, "label 0 in its json, but 2 in label set 'given'"),
         ({"label": "2"}, "has no integer `label`"),
         ({"label": True}, "has no integer `label`"),
         ({}, "has no integer `label`"),
         ([1], "has no integer `label`"),
     ],
 )
-def test_a_wrong_label_in_a_json_is_named(tmp_path: Path, record: object, message: str) -> None:
+def test_a_wrong_label_in_a_json_is_reported(tmp_path: Path, record: object, message: str) -> None:
     members = samples()
     members[5] = sample(5, record=record)
     write_split(tmp_path, members)
@@ -263,7 +262,7 @@ def test_a_wrong_label_in_a_json_is_named(tmp_path: Path, record: object, messag
 
 
 def second_shard(**changes: tuple[str, bytes] | None) -> list[tuple[str, bytes]]:
-    """Members of the second shard; `changes` replaces (or, with None, drops) `a5`, its image, or `b5`, its json."""
+    """Members of the second shard; `changes` replaces (or drops, if None) the `image` or the `record` of sample 5."""
     members = []
     for index in range(4, 8):
         good = sample(index)
@@ -277,7 +276,10 @@ def second_shard(**changes: tuple[str, bytes] | None) -> list[tuple[str, bytes]]
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"record": None}, "sample: {}, key k/5, index 5: has jpg, expected an image (jpg, png, webp) and then a json"),
+        (
+            {"record": None},
+            "sample: {}, key k/5, index 5: has jpg, expected an image (jpg, png, webp) followed by a json",
+        ),
         ({"image": None}, "sample: {}, key k/5, index 5: has json, expected"),
         ({"image": ("k/5.pkl", b"cos\nsystem\n")}, "sample: {}, key k/5, index 5: has pkl and json, expected"),
         ({"image": ("k/5.seg.jpg", jpeg(1))}, "sample: {}, key k/5, index 5: has seg.jpg and json, expected"),
@@ -286,22 +288,22 @@ def second_shard(**changes: tuple[str, bytes] | None) -> list[tuple[str, bytes]]
         ({"record": ("k/5.json", b"\xff\xfe\x00")}, "json: {}, key k/5, index 5: not JSON"),
     ],
 )
-def test_a_sample_is_an_image_and_a_json(
+def test_a_sample_must_be_an_image_and_a_json(
     folder: Path, changes: dict[str, tuple[str, bytes] | None], message: str
 ) -> None:
     write_raw_shard(folder, second_shard(**changes))
-    found = [line for line in problems(folder) if not line.startswith("index: ")]  # the index is that of another tar
+    found = [line for line in problems(folder) if not line.startswith("index: ")]  # the index belongs to another tar
     assert len(found) == 1
     assert found[0].startswith(message.format(SECOND))
 
 
-def test_links_in_a_tar_are_told(folder: Path) -> None:
+def test_links_in_a_tar_are_reported(folder: Path) -> None:
     with tarfile.open(folder / SECOND, "w") as tar:
         link = tarfile.TarInfo("k/5.jpg")
         link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
         tar.addfile(link)
     accept_shard(folder)
-    assert problems(folder) == [f"tar: {SECOND}: 'k/5.jpg' at byte 0 is not a plain file"]
+    assert problems(folder) == [f"tar: {SECOND}: 'k/5.jpg' at byte 0 is not a regular file"]
 
 
 @pytest.mark.parametrize(
@@ -309,11 +311,11 @@ def test_links_in_a_tar_are_told(folder: Path) -> None:
     [
         (b"", "image: {}: empty file"),
         (b"<html>", "image: {}: HTML or XML, not JPEG"),
-        (jpeg(0)[:-2], "image: {}: JPEG cut short"),
-        (encoded(picture(0), "PNG"), "extension: {}: is called .jpg, but its content is png"),
+        (jpeg(0)[:-2], "image: {}: truncated JPEG"),
+        (encoded(picture(0), "PNG"), "extension: {}: the extension is .jpg, but the content is png"),
     ],
 )
-def test_an_image_that_is_none_or_another_is_named(tmp_path: Path, image: bytes, message: str) -> None:
+def test_broken_images_and_wrong_extensions_are_reported(tmp_path: Path, image: bytes, message: str) -> None:
     members = samples()
     members[5] = sample(5, image=image)
     write_split(tmp_path, members)
@@ -321,9 +323,11 @@ def test_an_image_that_is_none_or_another_is_named(tmp_path: Path, image: bytes,
     assert found.startswith(message.format(f"{SECOND}, key k/5, index 5"))
 
 
-def test_an_image_that_cannot_be_decoded_needs_decode(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    whole = encoded(picture(0, 200, 150), "PNG")
-    damaged = whole[:2000] + b"\0" * 1000 + whole[3000:]
+def test_an_image_that_cannot_be_decoded_is_found_with_decode(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    intact = encoded(picture(0, 200, 150), "PNG")
+    damaged = intact[:2000] + b"\0" * 1000 + intact[3000:]
     assert read_header(damaged).width == 200
     members = samples()
     members[5] = Member("k/5", "png", damaged, {"label": 2})
@@ -339,11 +343,11 @@ def test_an_image_that_cannot_be_decoded_needs_decode(tmp_path: Path, capsys: py
         (lambda labels: np.save(labels / "x.npy", np.zeros(11, int)), "does not match the checksum"),
         (lambda labels: (labels / "x.npy").unlink(), "incomplete or damaged"),
         (lambda labels: (labels / "x.json").unlink(), "incomplete or damaged"),
-        (lambda labels: (labels / "x.json").write_text("{}"), "label set of format None"),
+        (lambda labels: (labels / "x.json").write_text("{}"), "label set format None"),
         (lambda labels: (labels / "x.npy").rename(labels / "x y.npy"), "label set name 'x y'"),
     ],
 )
-def test_a_damaged_label_set_is_named(folder: Path, damage: Callable[[Path], object], message: str) -> None:
+def test_a_damaged_label_set_is_reported(folder: Path, damage: Callable[[Path], object], message: str) -> None:
     write_labels(folder, read_manifest(folder), "x", np.zeros(12, int), {})
     damage(folder / "labels")
     found = problems(folder, quick=True)
@@ -351,7 +355,7 @@ def test_a_damaged_label_set_is_named(folder: Path, damage: Callable[[Path], obj
     assert any(message in line for line in found)
 
 
-def test_a_label_set_of_another_length_or_range_is_named(folder: Path, tmp_path: Path) -> None:
+def test_a_label_set_of_the_wrong_length_or_range_is_reported(folder: Path, tmp_path: Path) -> None:
     longer = write_split(tmp_path / "longer", samples(13))
     wider = write_split(tmp_path / "wider", classes=(*CLASSES, "newt"))
     write_labels(folder, longer, "long", np.zeros(13, int), {})
@@ -369,16 +373,18 @@ def test_a_split_needs_its_given_labels(folder: Path) -> None:
     assert "no label set 'given'" in found
 
 
-def test_stray_files_are_named(folder: Path) -> None:
+def test_stray_files_are_reported(folder: Path) -> None:
     names = ("labels/x.npy.part", "shard-000003.tar", "shard-000007.tar.part", "shard-000009.idx")
     for name in names:
         (folder / name).touch()
-    (folder / "README").touch()  # a person's own files are none of our business
+    (folder / "README").touch()  # other files of the user are ignored
     found = problems(folder, quick=True)
     assert [line.split(": ")[:2] for line in found] == [["stray file", name] for name in names]
 
 
-def test_it_goes_on_after_a_problem_and_counts_them_all(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_checking_continues_after_a_problem_and_counts_all_of_them(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_split(folder, [sample(index, record={"label": 9}) for index in range(50)], per_shard=7)
     (folder / "shard-000003.tar").unlink()
     assert main(["verify", str(folder), "--json", str(folder / "all.json")]) == 1
@@ -388,14 +394,14 @@ def test_it_goes_on_after_a_problem_and_counts_them_all(folder: Path, capsys: py
     assert "... and 23 more; --json FILE writes all" in out
     assert "50 samples in 8 shards" in out
     assert "44 problems" in out
-    whole = json.loads((folder / "all.json").read_text())
-    assert whole["ok"] is False
-    assert whole["splits"][0]["counts"] == {"label": 43, "missing file": 1}
-    indices = [problem["index"] for problem in whole["splits"][0]["problems"] if problem["kind"] == "label"]
+    report = json.loads((folder / "all.json").read_text())
+    assert report["ok"] is False
+    assert report["splits"][0]["counts"] == {"label": 43, "missing file": 1}
+    indices = [problem["index"] for problem in report["splits"][0]["problems"] if problem["kind"] == "label"]
     assert indices == [*range(21), *range(28, 50)]
 
 
-def test_a_folder_of_several_splits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_splits_in_a_folder_are_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_split(tmp_path / "train")
     write_split(tmp_path / "val")
     (tmp_path / "notes").mkdir()
@@ -406,10 +412,10 @@ def test_a_folder_of_several_splits(tmp_path: Path, capsys: pytest.CaptureFixtur
     out = capsys.readouterr().out
     assert "`sopdist prepare` was interrupted" in out
     assert "1 of 2 splits have problems" in out
-    assert "all is well" in out  # val
+    assert "no problems found" in out  # val
 
 
-def test_folders_that_are_no_split(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_folders_without_a_split_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for path, message in ((tmp_path, "no manifest.json"), (tmp_path / "absent", "no such folder")):
         assert main(["verify", str(path)]) == 1
         out, err = capsys.readouterr()
@@ -417,17 +423,17 @@ def test_folders_that_are_no_split(tmp_path: Path, capsys: pytest.CaptureFixture
         assert (out, err.count("\n")) == ("", 1)
 
 
-def test_a_split_that_was_begun_is_incomplete(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    begun = folder.parent / "val"
-    begun.mkdir()
-    (begun / "prepare.json").write_text("{}")
-    for path in (folder.parent, begun):
+def test_a_split_that_was_not_finished_is_incomplete(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    started = folder.parent / "val"
+    started.mkdir()
+    (started / "prepare.json").write_text("{}")
+    for path in (folder.parent, started):
         assert main(["verify", str(path)]) == 1
         assert "incomplete: 1\n  val: `sopdist prepare` was interrupted" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("command", [["verify"], ["inspect"], ["labels", "list"]])
-def test_a_url_is_no_local_folder(capsys: pytest.CaptureFixture[str], command: list[str]) -> None:
+def test_a_url_is_refused(capsys: pytest.CaptureFixture[str], command: list[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         main([*command, "https://example.org/train"])
     assert stop.value.code == 2
@@ -435,33 +441,33 @@ def test_a_url_is_no_local_folder(capsys: pytest.CaptureFixture[str], command: l
 
 
 @pytest.mark.parametrize("name", [SECOND, "shard-000001.idx", "labels/given.npy"])
-def test_a_pipe_is_not_waited_for(folder: Path, name: str) -> None:
+def test_a_pipe_does_not_block(folder: Path, name: str) -> None:
     (folder / name).unlink()
     os.mkfifo(folder / name)
     for options in ([], ["--quick"]):
         command = [sys.executable, "-m", "sopdist", "verify", str(folder), *options]
         result = subprocess.run(command, capture_output=True, text=True, timeout=60)
         assert result.returncode == 1
-        assert "not a plain file" in result.stdout
+        assert "not a regular file" in result.stdout
 
 
-def test_a_sample_that_the_tar_lacks_is_named(folder: Path) -> None:
+def test_a_sample_that_is_missing_in_the_tar_is_reported(folder: Path) -> None:
     for missing in (5, 7):
         members = [member for member in second_shard() if not member[0].startswith(f"k/{missing}.")]
         write_raw_shard(folder, members)
-        assert f"sample: {SECOND}, key k/{missing}, index {missing}: the index names it, but it is not in the tar" in (
+        assert f"sample: {SECOND}, key k/{missing}, index {missing}: in the index, but not in the tar" in (
             problems(folder)
         )
 
 
-def test_a_log_file_is_not_flooded() -> None:
+def test_a_progress_bar_does_not_flood_a_log_file() -> None:
     with progress_bar(total=10, file=io.StringIO()) as bar:
         assert bar.mininterval == 30
 
 
-def test_bad_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_options_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for options in (["--workers", "0"], ["--quick", "--decode"]):
         with pytest.raises(SystemExit) as stop:
             main(["verify", str(tmp_path), *options])
         assert stop.value.code == 2
-    assert "not a whole number from 1" in capsys.readouterr().err
+    assert "not an integer >= 1" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Every launcher starts the same training, and the run's folder is complete."""
+"""Every launcher starts the same training, and the run folder is complete."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from safetensors.torch import load_file
 
 from sopdist.checkpoint import verify_checkpoint
 from sopdist.cli import main
-from sopdist.config import ConfigError, key_of, load_config
+from sopdist.config import key_of, load_config
+from sopdist.errors import ConfigError
+from sopdist.methods import settings_of_methods
 from sopdist.train import config as configs
 from sopdist.train.config import CONFIGS, Config, find_config
-from tests.e2e.launchers import ONE_PROCESS, run
-from tests.e2e.plain_loop import STEPS, overrides, train_plainly
-from tests.e2e.records import lines_of, losses_of, newest_checkpoint, table_in
+from tests.support.launchers import ONE_PROCESS, run
+from tests.support.plain_loop import STEPS, overrides, train_plain_loop
+from tests.support.records import lines_of, losses_of, newest_checkpoint, table_in
 
 FILES = {
     ".lock",
@@ -31,16 +33,16 @@ SECONDS = 180  # starting is slow on a busy machine
 
 @pytest.fixture(scope="module")
 def losses(digits: Path) -> list[float]:
-    """Of the plain loop."""
-    return train_plainly(digits).losses
+    """The losses of the plain loop."""
+    return train_plain_loop(digits).losses
 
 
 def check(launcher: str, ranks: int, engine: str, digits: Path, folder: Path, losses: list[float]) -> None:
-    """Start it, and look at everything that it leaves behind."""
+    """Train, and check every file of the run folder."""
     keys = [*overrides(digits), "run.name=run", "evaluate.every=1", "evaluate.best=test", "checkpoint.every=1"]
     keys += ["engine.kind=deepspeed"] if engine.startswith("deepspeed") else []
     ended = run(launcher, ["--cfg", "demo", *keys], folder, ranks, SECONDS)
-    assert ended.code == 0, ended.told
+    assert ended.code == 0, ended.output
     made = folder / "runs" / "run"
     assert {path.name for path in made.iterdir()} == FILES
     assert losses_of(made) == pytest.approx(losses, rel=1e-5)
@@ -59,8 +61,8 @@ def check(launcher: str, ranks: int, engine: str, digits: Path, folder: Path, lo
 
     checkpoint = newest_checkpoint(made)
     assert checkpoint.name == f"step-{STEPS:08d}"
-    of_ranks = {f"rank-{rank}-of-{ranks}.safetensors" for rank in range(ranks)}
-    assert {path.name for path in checkpoint.iterdir()} == of_ranks | {"checkpoint.json", "complete"}
+    fragments = {f"rank-{rank}-of-{ranks}.safetensors" for rank in range(ranks)}
+    assert {path.name for path in checkpoint.iterdir()} == fragments | {"checkpoint.json", "complete"}
     assert len(table_in(checkpoint)["u"]) == 1438
     last, saved = load_file(made / "network-last.safetensors"), verify_checkpoint(checkpoint).network()
     assert last.keys() == saved.keys()
@@ -95,17 +97,22 @@ def test_every_launcher_starts_the_same_training(
 
 
 def keys_of(kind: Any, where: str = "") -> Iterator[str]:
-    """Every key of a config, by walking through its sections."""
+    """Every key of a config and its sections, with those of every method."""
     hints = get_type_hints(kind)
     for field in dataclasses.fields(kind):
         name = f"{where}{key_of(field)}"
+        if name == "method":
+            yield "method.name"
+            for settings in settings_of_methods().values():
+                yield from (key for key in keys_of(settings, "method.") if key != "method.name")
+            continue
         yield from keys_of(hints[field.name], f"{name}.") if dataclasses.is_dataclass(hints[field.name]) else [name]
 
 
 def test_help_config_lists_every_key(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--help-config"]) == 0
-    told = capsys.readouterr().out.splitlines()
-    listed = [line.partition(":")[0] for line in told if line and line[0] not in "# "]
+    lines = capsys.readouterr().out.splitlines()
+    listed = [line.partition(":")[0] for line in lines if line and line[0] not in "# "]
     assert listed == list(keys_of(Config))
     assert len(listed) > 50
 
@@ -115,8 +122,8 @@ def test_configs_are_found_by_name_from_anywhere(tmp_path: Path, monkeypatch: py
     assert find_config("demo") == find_config("demo.yaml") == CONFIGS / "demo.yaml"
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs" / "demo.yaml").write_text("")
-    assert find_config("demo") == Path("configs/demo.yaml")  # one's own comes first
+    assert find_config("demo") == Path("configs/demo.yaml")  # the user's own config comes first
     (tmp_path / "mine.yml").write_text("")
     assert find_config("mine.yml") == Path("mine.yml")
-    with pytest.raises(ConfigError, match=r"--cfg dmeo: no such file, and no such name in configs/; there is .*demo"):
+    with pytest.raises(ConfigError, match=r"--cfg dmeo: no such file, and no such name in configs/, which has .*demo"):
         find_config("dmeo")

@@ -1,4 +1,4 @@
-"""A network that diverges ends its run: on all ranks at the same step, with that step, the samples, and a file."""
+"""A run that diverges ends on all ranks at the same step, and reports the step and its samples, also in a file."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sopdist.cli import main
-from tests.e2e.breaking import RUN, arguments, summary_of
-from tests.e2e.launchers import run, start
-from tests.e2e.test_lost_ranks import BY_HAND, codes_of
+from tests.e2e.test_lost_ranks import UNSUPERVISED, codes_of
+from tests.support.breaking import RUN, arguments, summary_of
+from tests.support.launchers import run, start
 
 NOT_FINITE = 3  # exit code
 DIVERGING = ("optim.lr=1e30", "train.max_nonfinite_steps=2", "log.every=1")
 
 
-def stopped_with_a_dump(folder: Path, said: str) -> int:
-    """The step at which it stopped; checks that the message, the file and the summary agree."""
+def stopped_with_a_dump(folder: Path, stderr: str) -> int:
+    """Check that the message, the file and the summary agree, and return the step at which the run stopped."""
     (path,) = (folder / RUN).glob("nonfinite-step-*.json")
     dump = json.loads(path.read_text())
     assert path.name == f"nonfinite-step-{dump['step']}.json"
@@ -28,33 +28,33 @@ def stopped_with_a_dump(folder: Path, said: str) -> int:
     assert dump["samples"]
     assert all("shard-00000" in sample["where"] for sample in dump["samples"])
     assert len({sample["index"] for sample in dump["samples"]}) == len(dump["samples"])
-    assert said.count("sopdist: the loss is not finite, for 3 steps in a row") == 1
-    assert f"the last is step {dump['step']}, " in said
-    assert f"with {len(dump['samples'])} samples: index {dump['samples'][0]['index']}" in said
-    assert str(path) in said
-    assert "Traceback" not in said
+    assert stderr.count("sopdist: the loss is not finite for 3 consecutive steps") == 1
+    assert f"the last is step {dump['step']}, " in stderr
+    assert f"with {len(dump['samples'])} samples: index {dump['samples'][0]['index']}" in stderr
+    assert str(path) in stderr
+    assert "Traceback" not in stderr
     summary = summary_of(folder)
     assert summary["finished"] is False
     assert summary["exit"].startswith("NonFiniteError: the loss is not finite")
     return int(dump["step"])
 
 
-@pytest.mark.parametrize("objective", ["ce", "sop"])
+@pytest.mark.parametrize("method", ["ce", "sop"])
 @pytest.mark.parametrize("accumulate", [1, 3])
-def test_a_rate_that_is_far_too_large_ends_the_run(
-    digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], objective: str, accumulate: int
+def test_a_learning_rate_that_is_far_too_large_ends_the_run(
+    digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], method: str, accumulate: int
 ) -> None:
-    more = (*DIVERGING, f"objective.name={objective}", f"train.accumulate={accumulate}")
+    more = (*DIVERGING, f"method.name={method}", f"train.accumulate={accumulate}")
     assert main(["train", *arguments(digits, tmp_path, *more, kind="auto")]) == NOT_FINITE
     step = stopped_with_a_dump(tmp_path, capsys.readouterr().err)
-    assert 3 <= step < 20, "the first step is sound, and the network is beyond repair soon"
+    assert 3 <= step < 20, "the first step is finite, and the network diverges soon"
 
 
-def test_weights_that_are_not_finite_end_the_run_at_once_even_if_an_epoch_has_one_step(
+def test_weights_that_are_not_finite_end_the_run_at_once_even_with_one_step_per_epoch(
     digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    whole = arguments(digits, tmp_path / "before", "train.max_steps=1", "evaluate.splits={}", kind="auto")
-    assert main(["train", *whole]) == 0
+    healthy = arguments(digits, tmp_path / "before", "train.max_steps=1", "evaluate.splits={}", kind="auto")
+    assert main(["train", *healthy]) == 0
     weights = load_file(tmp_path / "before" / RUN / "network-last.safetensors")
     next(value for value in weights.values() if value.dim() == 2).view(-1)[0] = math.nan
     save_file(weights, tmp_path / "nan.safetensors")
@@ -64,7 +64,7 @@ def test_weights_that_are_not_finite_end_the_run_at_once_even_if_an_epoch_has_on
 
 
 def test_bf16_trains_on_a_cpu(digits: Path, tmp_path: Path) -> None:
-    more = ("engine.precision=bf16", "train.epochs=2", "objective.name=ce")
+    more = ("engine.precision=bf16", "train.epochs=2", "method.name=ce")
     assert main(["train", *arguments(digits, tmp_path, *more, kind="auto")]) == 0
     last = summary_of(tmp_path)["last"]
     assert last["nonfinite"] == 0
@@ -75,7 +75,7 @@ def test_bf16_trains_on_a_cpu(digits: Path, tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_two_ranks_stop_at_the_same_step_with_the_same_code(digits: Path, tmp_path: Path) -> None:
-    started = start(BY_HAND, arguments(digits, tmp_path, *DIVERGING, "train.accumulate=2"), tmp_path)
+    started = start(UNSUPERVISED, arguments(digits, tmp_path, *DIVERGING, "train.accumulate=2"), tmp_path)
     assert codes_of(started, 150) == [NOT_FINITE, NOT_FINITE]
     stopped_with_a_dump(tmp_path, started.err.read_text())
     (path,) = (tmp_path / RUN).glob("nonfinite-step-*.json")
@@ -84,9 +84,9 @@ def test_two_ranks_stop_at_the_same_step_with_the_same_code(digits: Path, tmp_pa
 
 @pytest.mark.long
 @pytest.mark.parametrize(("launcher", "more"), [("torchrun", "engine.kind=ddp"), ("deepspeed", "engine.zero=1")])
-def test_a_launcher_passes_the_end_on(digits: Path, tmp_path: Path, launcher: str, more: str) -> None:
-    given = arguments(digits, tmp_path, *DIVERGING, more, "objective.name=ce", kind="deepspeed")
+def test_a_launcher_fails_with_the_message(digits: Path, tmp_path: Path, launcher: str, more: str) -> None:
+    given = arguments(digits, tmp_path, *DIVERGING, more, "method.name=ce", kind="deepspeed")
     ended = run(launcher, given, tmp_path)
     assert ended.code != 0
-    assert ended.err.count("sopdist: the loss is not finite, for 3 steps in a row") == 1, ended.told
+    assert ended.err.count("sopdist: the loss is not finite for 3 consecutive steps") == 1, ended.output
     assert summary_of(tmp_path)["exit"].startswith("NonFiniteError: ")

@@ -1,4 +1,4 @@
-"""Our networks: they compute what they claim to, from weights that the caller's seed decides."""
+"""The built-in networks: they compute the documented function, and the caller's seed determines the weights."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from typing import Any
 
 import pytest
 import torch
-from noisy_fashion_mnist import generator, make_network
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sopdist.config import ConfigError
-from sopdist.models.factory import OURS
+from sopdist.bench.fashion_mnist import make_network
+from sopdist.bench.fashion_mnist_data import generator
+from sopdist.errors import ConfigError
+from sopdist.models.factory import BUILTIN_MODELS
 from sopdist.models.settings import ModelSettings
-
-from .networks import make, parameters
+from tests.support.networks import count_parameters, make
 
 torch.set_num_threads(1)
 
 
-@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("name", BUILTIN_MODELS)
 @pytest.mark.parametrize(("channels", "size", "classes"), [(1, 28, 10), (3, 32, 100), (1, 8, 2)])
-def test_images_of_any_kind_become_logits_and_the_seed_decides_the_weights(
+def test_images_of_any_shape_become_logits_and_the_seed_determines_the_weights(
     name: str, channels: int, size: int, classes: int
 ) -> None:
     images = torch.randn(3, channels, size, size)
@@ -40,29 +40,29 @@ def test_images_of_any_kind_become_logits_and_the_seed_decides_the_weights(
 
 def test_the_mlp_is_the_network_of_the_benchmark() -> None:
     seed, images = 3, torch.randn(7, 1, 28, 28)
-    theirs = make_network(seed)
+    expected = make_network(seed)
     torch.manual_seed(generator(seed, "weights").initial_seed())
-    ours = make("mlp", channels=1, size=28)
-    assert torch.equal(ours(images), theirs(images.flatten(1)))
-    assert torch.equal(ours.eval()(images), theirs.eval()(images.flatten(1))), "also with the running statistics"
+    network = make("mlp", channels=1, size=28)
+    assert torch.equal(network(images), expected(images.flatten(1)))
+    assert torch.equal(network.eval()(images), expected.eval()(images.flatten(1))), "also with the running statistics"
 
 
-def test_a_sample_of_small_conv_does_not_feel_its_batch() -> None:
-    """So any cut of a batch over ranks gives the same logits, and gradients that add up to the same sum."""
+def test_in_small_conv_a_sample_does_not_depend_on_its_batch() -> None:
+    """Any split of a batch over ranks gives the same logits, and gradients with the same sum."""
     network, images = make("small_conv", channels=1, size=8), torch.randn(6, 1, 8, 8)
     labels = torch.arange(6)
 
-    def gradients(of: slice) -> list[Tensor]:
+    def gradients(part: slice) -> list[Tensor]:
         network.zero_grad()
-        F.cross_entropy(network(images[of]), labels[of], reduction="sum").backward()
+        F.cross_entropy(network(images[part]), labels[part], reduction="sum").backward()
         return [parameter.grad.clone() for parameter in network.parameters() if parameter.grad is not None]
 
     alone = torch.cat([network(image[None]) for image in images])
     torch.testing.assert_close(network(images), alone)
-    whole, parts = gradients(slice(6)), [gradients(part) for part in (slice(0, 1), slice(1, 4), slice(4, 6))]
-    assert len(whole) == len(list(network.parameters()))
-    for together, *apart in zip(whole, *parts, strict=True):
-        torch.testing.assert_close(together, sum(apart), rtol=1e-4, atol=1e-5)
+    full, parts = gradients(slice(6)), [gradients(part) for part in (slice(0, 1), slice(1, 4), slice(4, 6))]
+    assert len(full) == len(list(network.parameters()))
+    for together, *separate in zip(full, *parts, strict=True):
+        torch.testing.assert_close(together, sum(separate), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(("name", "ten", "hundred"), [
@@ -70,17 +70,17 @@ def test_a_sample_of_small_conv_does_not_feel_its_batch() -> None:
     ("preact_resnet18", 11_171_274, 11_217_444),
 ])  # fmt: skip
 def test_the_paper_s_networks_have_the_known_number_of_parameters(name: str, ten: int, hundred: int) -> None:
-    assert parameters(make(name)) == ten
-    assert parameters(make(name, classes=100)) == hundred
+    assert count_parameters(make(name)) == ten
+    assert count_parameters(make(name, classes=100)) == hundred
 
 
 def test_the_blocks_of_resnet34_are_those_of_timm() -> None:
-    """Theirs begins otherwise, for photographs; behind the stem the two must agree."""
-    ours, theirs = make("resnet34").eval(), make("timm:resnet34", size=224).eval()
-    assert isinstance(theirs.layer1, nn.Module)
-    stages = [theirs.layer1, theirs.layer2, theirs.layer3, theirs.layer4]
+    """timm's model has a different stem, for photographs; after the stem the two must agree."""
+    network, by_timm = make("resnet34").eval(), make("timm:resnet34", size=224).eval()
+    assert isinstance(by_timm.layer1, nn.Module)
+    stages = [by_timm.layer1, by_timm.layer2, by_timm.layer3, by_timm.layer4]
     state = [value for stage in stages for value in stage.state_dict().values()]
-    blocks = ours.get_submodule("blocks")
+    blocks = network.get_submodule("blocks")
     blocks.load_state_dict(dict(zip(blocks.state_dict(), state, strict=True)))
     x = torch.randn(2, 64, 16, 16)
     y = x
@@ -90,8 +90,8 @@ def test_the_blocks_of_resnet34_are_those_of_timm() -> None:
     torch.testing.assert_close(blocks(x), y)
 
 
-def preact_resnet18_written_out(state: dict[str, Tensor], x: Tensor) -> Tensor:
-    """The network as formulas of its weights."""
+def preact_resnet18_by_formula(state: dict[str, Tensor], x: Tensor) -> Tensor:
+    """The network as formulas in terms of its weights."""
 
     def convolved(name: str, value: Tensor, stride: int = 1) -> Tensor:
         weight = state[f"{name}.weight"]
@@ -104,8 +104,8 @@ def preact_resnet18_written_out(state: dict[str, Tensor], x: Tensor) -> Tensor:
         return ((value - mean) / (variance + 1e-5).sqrt() * scale + shift).clamp(min=0)
 
     x = activated("stem.1", convolved("stem.0", x))
-    for number in range(8):
-        block, stride = f"blocks.{number}", 2 if number in (2, 4, 6) else 1
+    for i in range(8):
+        block, stride = f"blocks.{i}", 2 if i in (2, 4, 6) else 1
         a = activated(f"{block}.norm1", x)
         y = convolved(f"{block}.conv1", a, stride)
         y = convolved(f"{block}.conv2", activated(f"{block}.norm2", y))
@@ -113,23 +113,25 @@ def preact_resnet18_written_out(state: dict[str, Tensor], x: Tensor) -> Tensor:
     return x.mean((2, 3)) @ state["classifier.weight"].T + state["classifier.bias"]
 
 
-def test_preact_resnet18_computes_its_formulas() -> None:
+def test_preact_resnet18_equals_its_formulas() -> None:
     network, images = make("preact_resnet18"), torch.randn(4, 3, 32, 32)
-    network(images)  # so that the running statistics are not those of the beginning
+    network(images)  # changes the running statistics from their initial values
     state = network.state_dict()
-    torch.testing.assert_close(network.eval()(images), preact_resnet18_written_out(state, images), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(network.eval()(images), preact_resnet18_by_formula(state, images), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
     ("name", "settings", "size", "message"),
     [
-        ("resnet34", {}, 224, r"model\.name = 'resnet34': made for images of 32 pixels.*timm:resnet34"),
-        ("preact_resnet18", {}, 65, r"up to 64, but data\.recipe makes them 65"),
-        ("mlp", {"pretrained": True}, 32, r"model\.pretrained: there are no published weights of mlp.*model\.weights"),
+        ("resnet34", {}, 224, r"model\.name = 'resnet34': designed for images of 32 pixels.*timm:resnet34"),
+        ("preact_resnet18", {}, 65, r"at most 64, but data\.recipe makes them 65"),
+        ("mlp", {"pretrained": True}, 32, r"model\.pretrained: there are no pretrained weights of mlp.*model\.weights"),
         ("small_conv", {"drop_rate": 0.5}, 32, r"model\.drop_rate = 0\.5: small_conv has no dropout"),
     ],
 )
-def test_what_our_networks_cannot_do_is_said(name: str, settings: dict[str, Any], size: int, message: str) -> None:
+def test_unsupported_options_of_built_in_networks_are_errors(
+    name: str, settings: dict[str, Any], size: int, message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         make(name, size=size, **settings)
 
@@ -147,7 +149,7 @@ def test_settings_that_contradict_each_other_are_refused(settings: dict[str, Any
         ModelSettings(**settings)
 
 
-def test_reading_a_config_and_making_one_of_ours_needs_no_timm() -> None:
+def test_reading_a_config_and_building_a_built_in_network_does_not_import_timm() -> None:
     code = (
         "import sys, sopdist.train.config\n"
         "assert 'sopdist.models.factory' not in sys.modules\n"

@@ -1,4 +1,4 @@
-"""Weights of a local file: everything fits, or the classifier is left out, or an error names what does not."""
+"""Weights from a local file: everything matches, or only the classifier is not loaded, or an error names the rest."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from sopdist.config import ConfigError
-
-from .networks import make
+from sopdist.errors import ConfigError
+from tests.support.networks import make
 
 State = dict[str, Tensor]
 
@@ -39,7 +38,7 @@ WRITERS: dict[str, Callable[[State, Path], None]] = {
 
 
 @pytest.mark.parametrize("file", WRITERS)
-def test_saved_weights_come_back(tmp_path: Path, file: str) -> None:
+def test_saved_weights_are_loaded(tmp_path: Path, file: str) -> None:
     state = state_of()
     WRITERS[file](state, tmp_path / file)
     loaded = load(tmp_path / file)
@@ -48,7 +47,7 @@ def test_saved_weights_come_back(tmp_path: Path, file: str) -> None:
 
 
 @pytest.mark.parametrize("file", ["w.safetensors", "w.pth"])
-def test_a_classifier_of_other_classes_is_left_out_and_logged(
+def test_a_classifier_with_other_classes_is_not_loaded_and_that_is_logged(
     tmp_path: Path, file: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     state = state_of(classes=1000)
@@ -62,12 +61,12 @@ def test_a_classifier_of_other_classes_is_left_out_and_logged(
         expected = fresh if name.startswith("classifier.") else state
         assert torch.equal(loaded[name], expected[name]), name
     (record,) = caplog.records
-    assert f"model.weights = {str(tmp_path / file)!r}: classifier, the last layer, is of shape (1000, 256)" in (
+    assert f"model.weights = {str(tmp_path / file)!r}: the last layer, classifier, has shape (1000, 256)" in (
         record.getMessage()
     )
 
 
-def test_a_file_without_a_classifier_is_taken_and_that_is_logged(
+def test_a_file_without_a_classifier_is_loaded_and_that_is_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     state = {name: value for name, value in state_of().items() if not name.startswith("classifier.")}
@@ -75,10 +74,10 @@ def test_a_file_without_a_classifier_is_taken_and_that_is_logged(
     with caplog.at_level(logging.INFO, "sopdist.models"):
         loaded = load(tmp_path / "w.pth")
     assert all(torch.equal(loaded[name], state[name]) for name in state)
-    assert "it has no classifier, the last layer: left out" in caplog.text
+    assert "has no classifier, the last layer: not loaded" in caplog.text
 
 
-def test_a_file_from_before_batchnorm_counted_is_taken(tmp_path: Path) -> None:
+def test_a_file_without_the_counters_of_batchnorm_is_loaded(tmp_path: Path) -> None:
     state = {name: value for name, value in state_of().items() if not name.endswith("num_batches_tracked")}
     assert len(state) == len(state_of()) - 2
     torch.save(state, tmp_path / "w.pth")
@@ -96,12 +95,14 @@ def renamed(state: State) -> State:
         (lambda state: {**state, "extra": torch.zeros(1)}, ["1 unknown to the network: extra"]),
         (
             lambda _: state_of(size=9),
-            ["1 of another shape: hidden1.weight (256, 81) in the file, (256, 64) in the network"],
+            ["1 with another shape: hidden1.weight (256, 81) in the file, (256, 64) in the network"],
         ),
         (lambda state: {f"x.{name}": state[name] for name in state}, ["10 missing in the file: ", ", ...; 14 unknown"]),
     ],
 )
-def test_what_does_not_fit_is_named(tmp_path: Path, change: Callable[[State], State], parts: list[str]) -> None:
+def test_weights_that_do_not_match_are_named(
+    tmp_path: Path, change: Callable[[State], State], parts: list[str]
+) -> None:
     torch.save(change(state_of()), tmp_path / "w.pth")
     with pytest.raises(ConfigError, match=r"model\.weights = .*w\.pth': not the weights of this network") as error:
         load(tmp_path / "w.pth")
@@ -109,8 +110,8 @@ def test_what_does_not_fit_is_named(tmp_path: Path, change: Callable[[State], St
         assert part in str(error.value)
 
 
-class Hostile:
-    """Its pickle runs a command when it is loaded."""
+class Malicious:
+    """Runs a command when it is unpickled."""
 
     def __init__(self, command: str) -> None:
         self.command = command
@@ -119,18 +120,18 @@ class Hostile:
         return os.system, (self.command,)
 
 
-def test_a_file_that_would_run_code_is_refused_and_runs_none(tmp_path: Path) -> None:
+def test_a_file_that_would_run_code_is_refused_and_the_code_is_not_run(tmp_path: Path) -> None:
     trace = tmp_path / "trace"
     for write in (torch.save, lambda content, path: path.write_bytes(pickle.dumps(content, protocol=2))):
-        write({"a": Hostile(f"touch {trace}")}, tmp_path / "w.pth")
-        with pytest.raises(ConfigError, match=r"w\.pth': damaged, or holds more than tensors .* could run code"):
+        write({"a": Malicious(f"touch {trace}")}, tmp_path / "w.pth")
+        with pytest.raises(ConfigError, match=r"w\.pth': damaged, or contains more than tensors .* could run code"):
             load(tmp_path / "w.pth")
     assert not trace.exists()
 
 
 @pytest.mark.parametrize("file", ["w.safetensors", "w.pth"])
 @pytest.mark.parametrize("left", [0, 5, 1000])
-def test_a_file_that_is_cut_short_is_named(tmp_path: Path, file: str, left: int) -> None:
+def test_a_truncated_file_is_an_error(tmp_path: Path, file: str, left: int) -> None:
     WRITERS[file](state_of(), tmp_path / file)
     (tmp_path / file).write_bytes((tmp_path / file).read_bytes()[:left])
     with pytest.raises(ConfigError, match=rf"model\.weights = .*{file}': (cannot be read|damaged)"):
@@ -140,19 +141,19 @@ def test_a_file_that_is_cut_short_is_named(tmp_path: Path, file: str, left: int)
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ([torch.zeros(2)], "holds no weights by name"),
-        ({}, "holds no weights by name"),
+        ([torch.zeros(2)], "contains no named weights"),
+        ({}, "contains no named weights"),
         ({"lr": 0.1}, "'lr' is not a tensor"),
         ({3: torch.zeros(2)}, "3 is not a tensor"),
     ],
 )
-def test_a_file_of_something_else_is_named(tmp_path: Path, content: Any, message: str) -> None:
+def test_a_file_that_contains_something_else_is_an_error(tmp_path: Path, content: Any, message: str) -> None:
     torch.save(content, tmp_path / "w.pth")
     with pytest.raises(ConfigError, match=message):
         load(tmp_path / "w.pth")
 
 
-def test_a_file_that_is_not_there_or_of_another_kind_is_named(tmp_path: Path) -> None:
+def test_a_missing_file_and_an_unsupported_format_are_errors(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"w\.pth': no such file"):
         load(tmp_path / "w.pth")
     (tmp_path / "w.onnx").write_bytes(b"x")

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sopdist import SOP
-from tests.noise import oracle
+from tests.support import oracle
 
 SETTINGS = {
     "flow": {"variant": "flow"},

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sopdist import SOP
-from tests.noise.batches import LAYOUTS, batch, same, snapshot
+from tests.support.batches import LAYOUTS, batch, same, snapshot
 
 GOOD = batch(4, 5, 20)
 
@@ -24,15 +24,15 @@ GOOD = batch(4, 5, 20)
         ({"labels": torch.tensor([0, 1, 2, -1])}, IndexError, r"labels\[3\] = -1"),
         ({"labels": torch.tensor([0.0, 1, 2, 3])}, TypeError, "labels must be integers, got float32"),
         ({"index": torch.tensor([True, False, True, True])}, TypeError, "index must be integers, got bool"),
-        ({"index": torch.tensor([0, 1, 2])}, ValueError, r"index must have the shape \(4,\)"),
-        ({"labels": torch.zeros(4, 1, dtype=torch.int64)}, ValueError, r"labels must have the shape \(4,\)"),
+        ({"index": torch.tensor([0, 1, 2])}, ValueError, r"index must have shape \(4,\)"),
+        ({"labels": torch.zeros(4, 1, dtype=torch.int64)}, ValueError, r"labels must have shape \(4,\)"),
         ({"logits": torch.zeros(4, 6)}, ValueError, "logits have 6 classes, .* num_classes=5"),
         ({"logits": torch.zeros(20)}, ValueError, r"logits must be floats of shape \(batch, classes\)"),
         ({"logits": torch.zeros(4, 5, dtype=torch.int64)}, ValueError, "got int64"),
         ({"logits": torch.zeros(4, 5, device="meta")}, ValueError, "logits are on meta, .* is on cpu: call sop.to"),
         ({"index": torch.zeros(4, dtype=torch.int64, device="meta")}, ValueError, "index is on meta"),
-        ({"weight": torch.ones(3)}, ValueError, r"weight must be floats or a mask of the shape \(4,\)"),
-        ({"weight": torch.ones(4, dtype=torch.int64)}, ValueError, "weight must be floats or a mask"),
+        ({"weight": torch.ones(3)}, ValueError, r"weight must be floats or a bool mask of shape \(4,\)"),
+        ({"weight": torch.ones(4, dtype=torch.int64)}, ValueError, "weight must be floats or a bool mask"),
         ({"weight": torch.tensor([1.0, -1, 1, 1])}, ValueError, r"weight\[1\] = -1.0 is not a finite number >= 0"),
         ({"weight": torch.tensor([1.0, 1, float("nan"), 1])}, ValueError, r"weight\[2\] = nan"),
         ({"logits2": torch.zeros(4, 5)}, ValueError, "logits2 has no effect with consistency=0"),
@@ -64,7 +64,7 @@ def test_bad_input_gets_a_clear_error_and_changes_nothing(
         ({"alpha_v": 3.0}, "alpha_v belongs to variant='paper'; variant='flow' takes visits"),
         ({"variant": "paper", "visits": 3}, "visits belongs to variant='flow'"),
         ({"variant": "paper", "tau": -1}, r"tau must be in \[0, 1e\+06\]"),
-        ({"variant": "official", "batch_size": 0}, "batch_size must be an integer of at least 1"),
+        ({"variant": "official", "batch_size": 0}, "batch_size must be an integer >= 1"),
         ({"variant": "official", "batch_size": float("nan")}, "batch_size must be an integer"),
         ({"num_classes": 2_000_000}, "eps must be in"),
         ({"layout": "sparse"}, "layout must be 'auto', 'dense' or 'slots'"),
@@ -75,7 +75,7 @@ def test_bad_input_gets_a_clear_error_and_changes_nothing(
         ({"reduction": "median"}, "reduction must be"),
         ({"consistency": -0.1}, "consistency must be a finite number >= 0"),
         ({"balance": float("inf")}, "balance must be a finite number >= 0"),
-        ({"balance": 0.1, "reduction": "none"}, "terms of a whole batch"),
+        ({"balance": 0.1, "reduction": "none"}, "are computed over the batch"),
         ({"prior": torch.ones(5)}, "prior has no effect with balance=0"),
         ({"balance": 0.1, "prior": torch.ones(4)}, "prior must be num_classes = 5 numbers"),
     ],
@@ -137,20 +137,20 @@ def make_in_a_group(rank: int, ranks: int, store: str) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         SOP(20, 5)
-    told = [str(warning.message) for warning in caught if "a table of its own" in str(warning.message)]
-    assert len(told) == (1 if ranks > 1 else 0)
+    messages = [str(warning.message) for warning in caught if "has its own table" in str(warning.message)]
+    assert len(messages) == (1 if ranks > 1 else 0)
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_several_ranks_are_told_that_each_has_a_table_of_its_own(ranks: int, tmp_path: Any) -> None:
+def test_several_ranks_without_a_group_are_warned_that_each_has_its_own_table(ranks: int, tmp_path: Any) -> None:
     torch.multiprocessing.spawn(make_in_a_group, (ranks, str(tmp_path / "store")), ranks)
 
 
 def test_sharing_memory_reaches_the_table_and_empty_memory_is_refused() -> None:
     assert SOP(20, 5).share_memory().table.u.is_shared()
-    with pytest.raises(RuntimeError, match="make SOP where it is to live"):
+    with pytest.raises(RuntimeError, match="create the table on its final device"):
         SOP(20, 5, device="meta").to_empty(device="cpu")
 
 

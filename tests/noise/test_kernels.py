@@ -150,7 +150,7 @@ def test_the_kernels_are_chosen_in_one_place(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(ValueError, match="must be 'reference', 'native' or 'triton', got 'cuda'"):
         choose_kernels(cpu)
     monkeypatch.setenv("SOPDIST_KERNELS", "native")
-    with pytest.raises(RuntimeError, match="native is for CPU tensors, these are on cuda"):
+    with pytest.raises(RuntimeError, match="native is for CPU tensors, but these are on cuda"):
         choose_kernels(cuda)
     monkeypatch.setenv("SOPDIST_KERNELS", "triton")
     monkeypatch.delenv("TRITON_INTERPRET")

@@ -165,27 +165,27 @@ def test_a_damaged_table_is_refused_and_nothing_changes(layout: Any) -> None:
     newer = good["meta"].clone()
     newer[0] = 2
     damaged = [
-        (good | {"v": good["v"][:-1]}, "'v' should have the shape"),
-        (good | {"v": good["v"].half()}, "'v' has the type torch.float16"),
-        (good | {"visits": good["visits"].long()}, "'visits' has the type torch.int64"),
+        (good | {"v": good["v"][:-1]}, "'v' must have shape"),
+        (good | {"v": good["v"].half()}, "'v' has the wrong dtype torch.float16"),
+        (good | {"visits": good["visits"].long()}, "'visits' has the wrong dtype torch.int64"),
         (without("mean_loss"), "'mean_loss' is missing"),
         (without("meta"), "Missing key"),
         (good | {"meta": newer}, "it has format 2, this sopdist reads 1"),
-        (good | {"meta": good["meta"][:3]}, "its description is damaged"),
+        (good | {"meta": good["meta"][:3]}, "its `meta` is damaged"),
         (good | {"surprise": torch.zeros(1)}, "Unexpected key"),
     ]
     damaged += [
-        (good | {"u": good["u"] * float("nan")}, "'u' holds values that are not finite"),
-        (good | {"visits": good["visits"] - 100}, "'visits' holds -88, but it is never negative"),
-        (good | {"skipped": good["skipped"][:1]}, "'skipped' should have the shape"),
+        (good | {"u": good["u"] * float("nan")}, "'u' contains values that are not finite"),
+        (good | {"visits": good["visits"] - 100}, "'visits' contains -88, but must not be negative"),
+        (good | {"skipped": good["skipped"][:1]}, "'skipped' must have shape"),
     ]
     if layout == "slots":
         free = good["classes"] == -1
         damaged += [
-            (good | {"classes": good["classes"] + 10}, "'classes' holds"),
-            (good | {"v": good["v"].masked_fill(free, 0.5)}, "a free slot holds a value"),
-            (good | {"classes": good["classes"] * 0 + 1}, "a row holds a class twice"),
-            (good | {"evictions": good["evictions"] - 1}, "'evictions' holds -1"),
+            (good | {"classes": good["classes"] + 10}, "'classes' ranges from"),
+            (good | {"v": good["v"].masked_fill(free, 0.5)}, "a free slot has a value"),
+            (good | {"classes": good["classes"] * 0 + 1}, "a row contains a class twice"),
+            (good | {"evictions": good["evictions"] - 1}, "'evictions' contains -1"),
         ]
     for state, says in damaged:
         fresh = NoiseTable(N, K, layout=layout, slots=4, seed=4)

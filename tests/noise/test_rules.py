@@ -17,7 +17,7 @@ from sopdist.noise.kernels.facts import Facts
 from sopdist.noise.kernels.reference import update_rows
 from sopdist.noise.rates import Step
 from sopdist.noise.rows import NoiseTable
-from tests.noise import oracle
+from tests.support import oracle
 
 
 def visit_once(q: float, contradicted: bool, step: Step) -> float:
@@ -67,7 +67,7 @@ def test_flow_becomes_the_papers_step_as_the_rate_goes_to_0(q: float, contradict
     assert flow - q == pytest.approx(euler - q, rel=0.01, abs=2e-7)
 
 
-def test_visits_is_the_number_of_visits_until_a_label_is_explained_away() -> None:
+def test_visits_is_the_number_of_visits_until_a_label_is_flagged() -> None:
     for visits in (1.0, 3.0, 4.0, 7.0):
         table = NoiseTable(400, 2, layout="dense", seed=3)
         labels, ones = torch.zeros(400, dtype=torch.int64), torch.ones(400)

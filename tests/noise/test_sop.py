@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from sopdist import SOP
 from sopdist.noise import InactiveTableWarning
-from tests.noise.batches import LAYOUTS, VARIANTS, batch, same, snapshot
+from tests.support.batches import LAYOUTS, VARIANTS, batch, same, snapshot
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -135,10 +135,10 @@ def test_the_first_sample_that_is_not_finite_is_told_and_a_mask_is_a_weight() ->
     z, labels, index = batch(6, 5, 20)
     z[2] = float("nan")
     sop = SOP(20, 5)
-    with pytest.warns(UserWarning, match="1 of 6 samples of a batch have logits that are not finite"):
+    with pytest.warns(UserWarning, match="1 of 6 samples in a batch have logits that are not finite"):
         first = sop(z, labels, index)
     for settings, weight in (({}, torch.tensor([0.0, 1, 1, 1, 1, 1])), ({"validate": False}, None)):
-        with pytest.warns(UserWarning, match="1 of 6 samples of a batch have logits that are not finite"):
+        with pytest.warns(UserWarning, match="1 of 6 samples in a batch have logits that are not finite"):
             SOP(20, 5, **settings)(z, labels, index, weight=weight)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -202,7 +202,7 @@ def test_a_second_view_that_is_not_finite_drops_the_sample() -> None:
 
 
 def test_consistency_without_a_second_view_says_what_to_pass() -> None:
-    with pytest.raises(ValueError, match="pass the logits of the second one as logits2"):
+    with pytest.raises(ValueError, match="pass the logits of the second view as logits2"):
         SOP(20, 5, consistency=0.5)(*batch(4, 5, 20))
 
 

@@ -1,4 +1,4 @@
-"""A cluster for all tests of this folder, and what they compare its jobs with."""
+"""A cluster for all tests in this folder, and the losses that its jobs must reproduce."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from sopdist.train.place import LAUNCH_VARIABLES
+from sopdist.train.distributed.launch_env import LAUNCH_VARIABLES
 from tests.e2e.conftest import digits
-from tests.e2e.launchers import run
-from tests.e2e.records import losses_of
-from tests.slurm.cluster import Cluster, cluster, why_not
-from tests.slurm.jobs import overrides
+from tests.support.launchers import run
+from tests.support.records import losses_of
+from tests.support.slurm_cluster import Cluster, cluster, why_not
+from tests.support.slurm_jobs import overrides
 
 __all__ = ["digits"]
 
 
 @pytest.fixture(scope="session")
 def slurm() -> Iterator[Cluster]:
-    """Two nodes of a real Slurm; skips where there cannot be one."""
+    """Two nodes of a real Slurm. Tests skip where no cluster can be started."""
     reason = why_not()
     if reason:
         pytest.skip(f"a Slurm cluster on this machine {reason}")
@@ -34,8 +34,8 @@ def slurm() -> Iterator[Cluster]:
 
 @pytest.fixture(scope="session")
 def uninterrupted(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """The losses of two ranks that nobody interrupts, without Slurm."""
+    """The losses of two uninterrupted ranks, without Slurm."""
     folder = tmp_path_factory.mktemp("uninterrupted")
-    ended = run("torchrun", ["--cfg", "demo", *overrides(digits), "run.name=whole"], folder, ranks=2)
-    assert ended.code == 0, ended.told
-    return losses_of(folder / "runs" / "whole")
+    ended = run("torchrun", ["--cfg", "demo", *overrides(digits), "run.name=uninterrupted"], folder, ranks=2)
+    assert ended.code == 0, ended.output
+    return losses_of(folder / "runs" / "uninterrupted")

@@ -1,4 +1,4 @@
-"""array.sbatch and prepare.sbatch on a real cluster: a task does its part, and says if there is none for it."""
+"""array.sbatch and prepare.sbatch on a real cluster: each task does its part, or reports that there is none."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ import yaml
 
 from sopdist.cli import main
 from sopdist.data.manifest import read_manifest
-from tests.slurm.cluster import Cluster
-from tests.slurm.jobs import SCRIPTS, SECONDS, overrides, summary_of, wait_for_steps
+from tests.support.slurm_cluster import Cluster
+from tests.support.slurm_jobs import SCRIPTS, SECONDS, overrides, summary_of, wait_for_steps
 
 pytestmark = pytest.mark.long
 SWEEP = {"SOPDIST_LEVELS": "0.2 0.4", "SOPDIST_SEEDS": "0 7"}
 
 
-def test_a_sweep_trains_each_level_with_each_seed_and_requeues_only_the_task_that_was_preempted(
+def test_a_sweep_trains_each_level_with_each_seed_and_requeues_only_the_preempted_task(
     slurm: Cluster, digits: Path, tmp_path: Path
 ) -> None:
     command = ["labels", "noise", str(digits / "train"), "symmetric", "--rate", "0.2", "--seed", "7"]
     assert main(command) == 0
     keys = overrides(digits, "engine.kind=auto", "run.name=sweep", "train.epochs=40")
     job = slurm.submit(SCRIPTS / "array.sbatch", ["demo", *keys], ["--array=1-2"], tmp_path, **SWEEP)
-    runs = {  # of 0.2 and 0, 0.2 and 7, 0.4 and 0, 0.4 and 7
+    runs = {  # tasks 0 to 3: (0.2, 0), (0.2, 7), (0.4, 0), (0.4, 7)
         1: tmp_path / "runs" / "sweep-sym-0.2-seed7",
         2: tmp_path / "runs" / "sweep-sym-0.4-seed0",
     }
     slurm.wait_for(lambda: len(slurm.facts_of(job)) == 2, job, SECONDS)
-    # The one whose number is also that of the whole array.
+    # The task whose job id is also that of the array.
     (unlucky,) = (int(facts["ArrayTaskId"]) for facts in slurm.facts_of(job) if facts["JobId"] == str(job))
     wait_for_steps(slurm, job, runs[unlucky])
     rank = slurm.ranks_of(job)[0]
-    os.kill(rank, signal.SIGSTOP)  # so that it cannot finish before it is asked
+    os.kill(rank, signal.SIGSTOP)  # so that it cannot finish before the request
     slurm.cancel("--batch", "--signal=USR1", f"{job}_{unlucky}")
     slurm.wait_for((runs[unlucky] / "STOP").exists, job, SECONDS)
     os.kill(rank, signal.SIGCONT)
@@ -50,25 +50,25 @@ def test_a_sweep_trains_each_level_with_each_seed_and_requeues_only_the_task_tha
         assert summary_of(run)["finished"]
 
 
-def test_a_task_that_has_no_level_says_how_many_there_are(slurm: Cluster, tmp_path: Path) -> None:
+def test_a_task_without_a_level_reports_the_number_of_tasks(slurm: Cluster, tmp_path: Path) -> None:
     job = slurm.submit(SCRIPTS / "array.sbatch", ["demo"], ["--array=4"], tmp_path, **SWEEP)
     slurm.wait(job, "FAILED", SECONDS)
-    assert "2 levels and 2 seeds are 4 tasks: submit with --array=0-3" in slurm.output_of(job)
+    assert "2 levels x 2 seeds = 4 tasks: submit with --array=0-3" in slurm.output_of(job)
 
 
-def test_each_split_is_prepared_by_a_task_of_its_own(slurm: Cluster, digits: Path, tmp_path: Path) -> None:
+def test_each_split_is_prepared_by_its_own_task(slurm: Cluster, digits: Path, tmp_path: Path) -> None:
     options = ["--array=0-1", "--cpus-per-task=2"]
     arguments = ["digits", "--out", "shards"]
     splits = "train test"
     job = slurm.submit(SCRIPTS / "prepare.sbatch", arguments, options, tmp_path, SOPDIST_SPLITS=splits)
     slurm.wait(job, "COMPLETED", SECONDS)
-    for split in splits.split():  # the same bytes as by one process
+    for split in splits.split():  # the same bytes as from one process
         assert read_manifest(tmp_path / "shards" / split) == read_manifest(digits / split)
         assert f"prepare digits --workers 2 --out shards --splits {split}" in slurm.output_of(job)
         assert main(["verify", str(tmp_path / "shards" / split)]) == 0
 
 
-def test_preparing_all_splits_needs_no_array_and_goes_on_after_the_time_limit(
+def test_preparing_all_splits_needs_no_array_and_resumes_after_the_time_limit(
     slurm: Cluster, digits: Path, tmp_path: Path
 ) -> None:
     job = slurm.submit(SCRIPTS / "prepare.sbatch", ["digits", "--out", "shards", "--overwrite"], [], tmp_path)
@@ -83,7 +83,7 @@ def test_preparing_all_splits_needs_no_array_and_goes_on_after_the_time_limit(
         assert read_manifest(tmp_path / "shards" / split) == read_manifest(digits / split)
 
 
-def test_a_data_set_that_is_not_there_fails_and_is_not_requeued(slurm: Cluster, tmp_path: Path) -> None:
+def test_a_job_for_a_missing_data_set_fails_and_is_not_requeued(slurm: Cluster, tmp_path: Path) -> None:
     arguments = ["cifar10", "--root", "nowhere", "--out", "shards"]
     job = slurm.submit(SCRIPTS / "prepare.sbatch", arguments, [], tmp_path)
     slurm.wait(job, "FAILED", SECONDS)

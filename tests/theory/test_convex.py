@@ -6,19 +6,19 @@ import pytest
 from scipy.optimize import minimize_scalar
 
 from sopdist.theory.convex import ConvexProgram
-from sopdist.theory.problem import Problem, ProblemError, draw_problem
+from sopdist.theory.problem import Problem, ProblemError, random_problem
 
 SHAPES = [(20, 40, 3, 3), (30, 20, 10, 5), (25, 30, 25, 25), (100, 150, 20, 20)]
 WEIGHTS = (1e-4, 1e-3, 1e-2, 0.1, 1.0)
 
 
-def drawn(shape: tuple[int, int, int, int], seed: int = 0) -> Problem:
-    return draw_problem(*shape, np.random.default_rng(seed))
+def make_random(shape: tuple[int, int, int, int], seed: int = 0) -> Problem:
+    return random_problem(*shape, np.random.default_rng(seed))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_solutions_satisfy_the_conditions_of_optimality(shape: tuple[int, int, int, int]) -> None:
-    problem, program = drawn(shape), ConvexProgram(shape[0], shape[2])
+def test_solutions_satisfy_the_optimality_conditions(shape: tuple[int, int, int, int]) -> None:
+    problem, program = make_random(shape), ConvexProgram(shape[0], shape[2])
     for weight in WEIGHTS:
         found = program.solve(problem, weight)
         theta, scale = problem.v @ found.c, np.abs(problem.y).max()
@@ -31,13 +31,13 @@ def test_solutions_satisfy_the_conditions_of_optimality(shape: tuple[int, int, i
 
 
 @pytest.mark.parametrize("shape", SHAPES[:3])
-def test_the_program_in_few_coordinates_is_the_one_that_is_written_down(shape: tuple[int, int, int, int]) -> None:
-    problem, program = drawn(shape, 1), ConvexProgram(shape[0], shape[2])
+def test_the_reduced_program_has_the_solution_of_the_original_one(shape: tuple[int, int, int, int]) -> None:
+    problem, program = make_random(shape, 1), ConvexProgram(shape[0], shape[2])
     for weight in (1e-2, 0.3):
         theta, s = cvxpy.Variable(shape[1]), cvxpy.Variable(shape[0])
         cost = cvxpy.sum_squares(theta) / 2 + weight * cvxpy.norm1(s)
-        as_written = cvxpy.Problem(cvxpy.Minimize(cost), [problem.y == problem.jacobian @ theta + s])
-        as_written.solve(solver=cvxpy.SCS, eps_abs=1e-10, eps_rel=1e-10, max_iters=200_000)
+        original = cvxpy.Problem(cvxpy.Minimize(cost), [problem.y == problem.jacobian @ theta + s])
+        original.solve(solver=cvxpy.SCS, eps_abs=1e-10, eps_rel=1e-10, max_iters=200_000)
         found = program.solve(problem, weight)
         np.testing.assert_allclose(problem.v @ found.c, theta.value, atol=1e-5)
         np.testing.assert_allclose(found.s, s.value, atol=1e-4)
@@ -45,7 +45,7 @@ def test_the_program_in_few_coordinates_is_the_one_that_is_written_down(shape: t
 
 @pytest.mark.parametrize("weight", [0.01, 0.2, 3.0])
 def test_one_dimension_by_brute_force(weight: float) -> None:
-    problem = drawn((15, 4, 1, 4), 2)
+    problem = make_random((15, 4, 1, 4), 2)
     column = problem.basis[:, 0]
     best = minimize_scalar(
         lambda c: c**2 / 2 + weight * np.abs(problem.y - column * c).sum(), bounds=(-10, 10), options={"xatol": 1e-10}
@@ -56,13 +56,14 @@ def test_one_dimension_by_brute_force(weight: float) -> None:
 def test_one_program_solves_many_problems() -> None:
     program = ConvexProgram(20, 3)
     shape = SHAPES[0]
-    again = [program.solve(drawn(shape, seed), weight).c for seed in (3, 4) for weight in (0.01, 0.1)]
-    alone = [ConvexProgram(20, 3).solve(drawn(shape, seed), weight).c for seed in (3, 4) for weight in (0.01, 0.1)]
-    np.testing.assert_allclose(again, alone, atol=1e-9)
+    cases = [(make_random(shape, seed), weight) for seed in (3, 4) for weight in (0.01, 0.1)]
+    reused = [program.solve(problem, weight).c for problem, weight in cases]
+    separate = [ConvexProgram(20, 3).solve(problem, weight).c for problem, weight in cases]
+    np.testing.assert_allclose(reused, separate, atol=1e-9)
 
 
-def test_what_is_not_optimal_has_a_gap() -> None:
-    problem, weight = drawn(SHAPES[0]), 0.01
+def test_a_point_that_is_not_optimal_has_a_gap() -> None:
+    problem, weight = make_random(SHAPES[0]), 0.01
     found = ConvexProgram(20, 3).solve(problem, weight)
     assert found.kkt_gap(problem, weight) < 1e-6
     moved = found.s + 0.1 * np.abs(found.s).max()
@@ -78,9 +79,9 @@ def test_what_is_not_optimal_has_a_gap() -> None:
 @pytest.mark.parametrize("weight", [0.0, -1.0, float("nan"), float("inf")])
 def test_lambda_must_be_above_zero(weight: float) -> None:
     with pytest.raises(ProblemError, match=r"lambda = .*: must be a finite number above 0"):
-        ConvexProgram(20, 3).solve(drawn(SHAPES[0]), weight)
+        ConvexProgram(20, 3).solve(make_random(SHAPES[0]), weight)
 
 
 def test_a_program_for_other_sizes_is_refused() -> None:
     with pytest.raises(ProblemError, match=r"N x r = \(20, 3\) for a program of \(20, 4\)"):
-        ConvexProgram(20, 4).solve(drawn(SHAPES[0]), 1.0)
+        ConvexProgram(20, 4).solve(make_random(SHAPES[0]), 1.0)

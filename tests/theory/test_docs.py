@@ -1,4 +1,4 @@
-"""docs/theory.md quotes what its figures show."""
+"""docs/theory.md quotes the verdicts of its figures."""
 
 import json
 from pathlib import Path
@@ -12,11 +12,11 @@ TEXT = (DOCS / "theory.md").read_text()
 
 
 @pytest.mark.parametrize("name", list(THEORY))
-def test_the_docs_quote_the_verdict_of_the_figure_beside_it(name: str) -> None:
+def test_the_docs_quote_the_verdict_of_each_figure(name: str) -> None:
     found = json.loads((DOCS / "figures" / f"{name}.json").read_text())
     assert found["settings"]["quick"] is False
     assert found["settings"]["seed"] == 0
     assert found["verdict"] in " ".join(TEXT.replace("\n> ", "\n").split())
     assert f"(figures/{name}.png)" in TEXT
-    for ending in (".png", ".svg", ".csv"):
-        assert (DOCS / "figures" / f"{name}{ending}").exists()
+    for suffix in (".png", ".svg", ".csv"):
+        assert (DOCS / "figures" / f"{name}{suffix}").exists()

@@ -10,9 +10,9 @@ from sopdist.theory.problem import (
     ProblemError,
     coherence,
     compact_svd,
-    draw_problem,
     guarantee,
     make_problem,
+    random_problem,
     relative_difference,
     relative_error,
 )
@@ -26,15 +26,15 @@ def sizes(draw: st.DrawFn) -> tuple[int, int, int, int]:
 
 @given(sizes(), st.integers(0, 1000))
 @settings(max_examples=60, deadline=None)
-def test_a_drawn_problem_is_what_it_says(shape: tuple[int, int, int, int], seed: int) -> None:
+def test_a_random_problem_has_the_requested_sizes(shape: tuple[int, int, int, int], seed: int) -> None:
     samples, parameters, rank, wrong = shape
-    problem = draw_problem(*shape, np.random.default_rng(seed))
+    problem = random_problem(*shape, np.random.default_rng(seed))
     assert (problem.samples, problem.rank, problem.wrong) == (samples, rank, wrong)
     jacobian, theta = problem.jacobian, problem.v @ problem.c
     assert jacobian.shape == (samples, parameters)
     assert np.linalg.matrix_rank(jacobian) == rank
     np.testing.assert_allclose(jacobian @ theta + problem.s, problem.y, atol=1e-9)
-    # numpy's least squares gives the shortest solution, too
+    # NumPy's least squares also returns the solution with the smallest norm
     shortest = np.linalg.lstsq(jacobian, problem.y - problem.s, rcond=1e-10)[0]
     np.testing.assert_allclose(theta, shortest, atol=1e-6)
 
@@ -42,21 +42,21 @@ def test_a_drawn_problem_is_what_it_says(shape: tuple[int, int, int, int], seed:
 @given(sizes(), st.integers(0, 1000))
 @settings(max_examples=60, deadline=None)
 def test_coherence_is_the_largest_diagonal_entry_of_the_projection(shape: tuple[int, int, int, int], seed: int) -> None:
-    problem = draw_problem(*shape, np.random.default_rng(seed))
+    problem = random_problem(*shape, np.random.default_rng(seed))
     projection = problem.jacobian @ np.linalg.pinv(problem.jacobian, rcond=1e-10)  # U U'
     mu = coherence(problem.u)
     assert mu == pytest.approx(problem.samples / problem.rank * projection.diagonal().max(), rel=1e-6)
     assert 1 - 1e-9 <= mu <= problem.samples / problem.rank + 1e-9
 
 
-def test_coherence_of_matrices_that_are_known() -> None:
-    assert coherence(compact_svd(np.ones((8, 3)))[0]) == pytest.approx(1)  # all observations weigh the same
-    alone = np.zeros((8, 3))
-    alone[5, 1] = 2.0
-    assert coherence(compact_svd(alone)[0]) == pytest.approx(8)
+def test_coherence_of_known_matrices() -> None:
+    assert coherence(compact_svd(np.ones((8, 3)))[0]) == pytest.approx(1)  # all observations have the same weight
+    single = np.zeros((8, 3))
+    single[5, 1] = 2.0
+    assert coherence(compact_svd(single)[0]) == pytest.approx(8)
 
 
-def test_the_rank_is_found_in_a_matrix_that_is_given() -> None:
+def test_the_rank_of_a_matrix_is_detected() -> None:
     generator = np.random.default_rng(0)
     matrix = generator.standard_normal((9, 2)) @ generator.standard_normal((2, 7))
     u, sigma, v = compact_svd(matrix)
@@ -69,7 +69,7 @@ def test_the_rank_is_found_in_a_matrix_that_is_given() -> None:
 @pytest.mark.parametrize(
     ("shape", "message"),
     [
-        ((10, 20, 3, 11), "k = 11: of N = 10 observations, at most 10 can be wrong"),
+        ((10, 20, 3, 11), "k = 11: must be from 0 to N = 10, the number of observations"),
         ((10, 20, 3, -1), "k = -1"),
         ((10, 20, 11, 3), "r = 11: a matrix of N x p = 10 x 20 has at most rank 10"),
         ((20, 10, 11, 3), "r = 11"),
@@ -77,29 +77,29 @@ def test_the_rank_is_found_in_a_matrix_that_is_given() -> None:
         ((0, 20, 3, 0), "N = 0"),
     ],
 )
-def test_sizes_that_make_no_sense_are_named(shape: tuple[int, int, int, int], message: str) -> None:
+def test_invalid_sizes_are_reported(shape: tuple[int, int, int, int], message: str) -> None:
     with pytest.raises(ProblemError, match=message):
-        draw_problem(*shape, np.random.default_rng(0))
+        random_problem(*shape, np.random.default_rng(0))
 
 
-def test_the_same_generator_draws_the_same_problem() -> None:
-    one, other = (draw_problem(10, 20, 3, 2, np.random.default_rng(7)) for _ in range(2))
+def test_the_same_generator_gives_the_same_problem() -> None:
+    one, other = (random_problem(10, 20, 3, 2, np.random.default_rng(7)) for _ in range(2))
     assert np.array_equal(one.y, other.y)
-    assert not np.array_equal(one.y, draw_problem(10, 20, 3, 2, np.random.default_rng(8)).y)
+    assert not np.array_equal(one.y, random_problem(10, 20, 3, 2, np.random.default_rng(8)).y)
 
 
 def test_every_problem_that_the_proof_covers_is_recovered() -> None:
     covered = 0
     for seed in range(60):
         rank, wrong = 1 + seed % 3, 1 + seed // 3 % 2
-        problem = draw_problem(300, 60, rank, wrong, np.random.default_rng(seed))
+        problem = random_problem(300, 60, rank, wrong, np.random.default_rng(seed))
         promise = guarantee(problem)
         inside = wrong**2 * rank < 300 / (4 * promise.coherence)
         assert promise.holds == inside == math.isfinite(promise.threshold)
         if not inside:
             continue
         covered += 1
-        # rho of the null space property, from the condition with equality
+        # rho of the null space property
         rho = math.sqrt(wrong**2 * rank * promise.coherence / 300)
         rho /= 1 - rho
         pull = np.abs(np.linalg.pinv(problem.jacobian.T, rcond=1e-10) @ (problem.v @ problem.c)).max()
@@ -110,13 +110,13 @@ def test_every_problem_that_the_proof_covers_is_recovered() -> None:
     assert covered >= 30
 
 
-def test_relative_sizes_of_nothing() -> None:
+def test_relative_errors_and_differences_of_zero() -> None:
     zero, three = np.zeros(2), np.array([3.0, 0.0])
     assert (relative_error(three, zero), relative_error(zero, three)) == (3.0, 1.0)
     assert (relative_difference(zero, zero), relative_difference(zero, three)) == (0.0, 1.0)
 
 
-def test_without_wrong_observations_nothing_is_wrong() -> None:
+def test_a_problem_without_wrong_observations() -> None:
     problem = make_problem(np.eye(4)[:, :2], np.array([1.0, 2.0]), np.zeros(4))
     assert problem.wrong == 0
     assert guarantee(problem).holds

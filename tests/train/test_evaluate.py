@@ -13,20 +13,19 @@ import torch
 import torch.nn.functional as F
 
 from sopdist.cli import main
-from sopdist.config import ConfigError
+from sopdist.cli.commands.eval import named_splits
 from sopdist.data.augment.recipes import RECIPES
-from sopdist.data.errors import DataError
 from sopdist.data.labels import UNKNOWN, write_labels
 from sopdist.data.settings import DataSettings
-from sopdist.train.commands.eval import named_splits
+from sopdist.errors import ConfigError, DataError
+from sopdist.train.distributed.world import LaunchEnv, World, open_world
 from sopdist.train.evaluate import data_of_split, evaluate, open_evaluations
-from sopdist.train.running import run_config
+from sopdist.train.run import run_config
 from sopdist.train.settings import EngineSettings, EvaluateSettings
-from sopdist.train.world import Place, World, open_world
-from tests.data.small_splits import write_split
-from tests.train.evaluate_worker import BATCHES, evaluations, network
-from tests.train.grey_images import CLASSES, pixels_of, write_images
-from tests.train.launching import launch
+from tests.support.evaluate_worker import BATCHES, evaluations, network
+from tests.support.grey_images import CLASSES, pixels_of, write_images
+from tests.support.launching import launch
+from tests.support.small_splits import write_split
 
 SAMPLES, BROKEN, UNLABELLED = 53, (17,), (3, 40, 52)
 
@@ -46,7 +45,7 @@ def split(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def alone() -> Iterator[World]:
-    world = open_world(Place(), EngineSettings(threads=1))
+    world = open_world(LaunchEnv(), EngineSettings(threads=1))
     yield world
     world.close()
 
@@ -84,7 +83,7 @@ def test_one_rank_counts_what_is_counted_by_hand(alone: World, split: Path, labe
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_ranks_together_count_what_is_counted_by_hand(split: Path, tmp_path: Path, ranks: int) -> None:
     ended = launch(
-        "torchrun", "tests.train.evaluate_worker", [str(split), "partial", str(tmp_path)], ranks, timeout=120
+        "torchrun", "tests.support.evaluate_worker", [str(split), "partial", str(tmp_path)], ranks, timeout=120
     )
     assert ended.returncode == 0, ended.stderr[-5000:]
     for rank in range(ranks):
@@ -93,7 +92,7 @@ def test_ranks_together_count_what_is_counted_by_hand(split: Path, tmp_path: Pat
 
 def test_a_split_with_other_classes_is_refused_by_its_name(alone: World, split: Path) -> None:
     settings, data = EvaluateSettings({"val": str(split)}), DataSettings("unused", "digits", threads=1)
-    with pytest.raises(ConfigError, match=r"evaluate\.splits\.val: has 7 classes, the training split 3"):
+    with pytest.raises(ConfigError, match=r"evaluate\.splits\.val: has 7 classes, but the training split has 3"):
         open_evaluations(settings, data, ("a", "b", "c"), 12, alone)
 
 
@@ -173,7 +172,7 @@ def test_eval_prints_a_table(
 ) -> None:
     monkeypatch.chdir(trained)
     assert main(["eval", "runs/small"]) == 0
-    network_line, head, row = capsys.readouterr().out.splitlines()[-3:]
+    network_line, head, _, row = capsys.readouterr().out.splitlines()[-4:]
     assert network_line.endswith("network-best.safetensors")
     assert head.split() == ["split", "top-1", "top-5", "loss", "samples"]
     assert row.split()[0] == "val"
@@ -206,7 +205,7 @@ def test_an_error_of_eval_on_two_ranks_is_told_once(trained: Path, arguments: li
     assert len(told) == 1, ended.stderr[-5000:]
     assert message in told[0]
     assert told[0].startswith("sopdist: rank 1: ") == ("half" in arguments)
-    assert "sopdist/train/commands/eval.py" not in ended.stderr, "a traceback; torchrun's own is not ours"
+    assert "sopdist/cli/commands/eval.py" not in ended.stderr, "a traceback; torchrun's own is not ours"
 
 
 def launched(trained: Path, *arguments: str) -> CompletedProcess[str]:

@@ -1,6 +1,6 @@
 """The random numbers of augmentation, as a pure function of (seed, epoch, sample, view).
 
-So a sample gets the same crop whoever decodes it, on any number of ranks, with either backend, and after a resume.
+A sample therefore gets the same crop on any number of ranks, with either backend, and after a resume.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _STREAM = 2  # see philox.py
 _VIEWS = 4
 _MAX_EPOCH = (1 << 32) // (4 * _VIEWS)
 
-# Which uniforms serve what. A block is four words; new purposes take new blocks.
+# What the uniforms are used for. A block is four words; a new purpose takes new blocks.
 GEOMETRY = slice(0, 24)
 POLICY = slice(24, 44)
 
@@ -23,7 +23,7 @@ POLICY = slice(24, 44)
 def uniforms(
     seed: int, epoch: int, index: NDArray[np.int64], view: int, which: slice = GEOMETRY
 ) -> NDArray[np.float64]:
-    """Numbers in [0, 1) for each sample: (len(index), which.stop - which.start)."""
+    """Uniform random numbers in [0, 1) for each sample, (len(index), which.stop - which.start)."""
     if not 0 <= view < _VIEWS or not 0 <= epoch < _MAX_EPOCH:
         raise ValueError(f"view {view}, epoch {epoch}: out of range")
     sample = torch.from_numpy(np.ascontiguousarray(index))[:, None]  # (B, 1)

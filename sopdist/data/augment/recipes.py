@@ -1,7 +1,7 @@
-"""Recipes: what is cut out of an image, for training and for evaluation, and how pixels are scaled.
+"""Recipes: crop, flip and normalisation of images, for training and for evaluation.
 
-A recipe knows geometry only. It turns image sizes and random numbers into boxes, whole pixels of the source image,
-which either decoder cuts out and resizes to `size` x `size`. "Resize to 256, then crop 224" is the box of
+A recipe only knows geometry. It turns image sizes and random numbers into boxes, in integer pixels of the source image,
+which either decoder crops and resizes to `size` x `size`. "Resize to 256, then crop 224" becomes a box whose side is
 224/256 of the short side.
 """
 
@@ -13,12 +13,12 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import DataError
+from ...errors import DataError
 
 Crop = Literal[
-    "shift",  # the whole image, moved by up to `padding` pixels
-    "window",  # a square at a random place
-    "area",  # a rectangle of random area, shape and place
+    "shift",  # the full image, shifted by up to `padding` pixels
+    "window",  # a square at a random position
+    "area",  # a rectangle of random area, aspect ratio and position
 ]
 Boxes = NDArray[np.int32]  # (B, 4): x, y, width, height
 Sides = NDArray[np.int64]  # (B,): widths or heights
@@ -28,34 +28,36 @@ _IMAGENET_MEAN, _IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a sample is shown to the network."""
+    """Crop, flip and normalisation of a data set."""
 
-    size: int  # side of the square that the network sees
+    size: int  # side of the square image that the network gets
     crop: Crop
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
     flip: bool = True  # mirror half of the training images
-    padding: int = 0  # shift: by up to so many pixels, black where the image ends
-    resize: int = 0  # window, and evaluation of area: the short side of which `size` is cut out
-    area: tuple[float, float] = (0.08, 1.0)  # area: share of the image
-    aspect: tuple[float, float] = (3 / 4, 4 / 3)  # area: width over height
-    grey: bool = False  # one channel instead of three, for images that are grey
+    padding: int = 0  # shift: largest shift in pixels; pixels outside the image are black
+    resize: int = 0  # window, and area in evaluation: short side of the image before a square of `size` is cropped
+    area: tuple[float, float] = (0.08, 1.0)  # area: range of the fraction of the image
+    aspect: tuple[float, float] = (3 / 4, 4 / 3)  # area: range of width / height
+    grey: bool = False  # one channel instead of three, for greyscale images
 
     def __post_init__(self) -> None:
         if self.crop not in get_args(Crop):
-            raise DataError(f"recipe: crop = {self.crop!r}; allowed is {', '.join(get_args(Crop))}")
+            raise DataError(f"recipe: crop = {self.crop!r}: must be one of {', '.join(get_args(Crop))}")
         if self.size < 1 or self.padding < 0 or min(self.std) <= 0:
             raise DataError(f"recipe: size = {self.size}, padding = {self.padding}, std = {self.std}: too small")
         if self.crop != "shift" and self.resize < self.size:
-            raise DataError(f"recipe: resize = {self.resize} must be at least size = {self.size}")
+            raise DataError(f"recipe: resize = {self.resize}: must be at least size = {self.size}")
         if not 0 < self.area[0] <= self.area[1] <= 1 or not 0 < self.aspect[0] <= self.aspect[1]:
             raise DataError(f"recipe: area = {self.area}, aspect = {self.aspect}: must be ranges, area within (0, 1]")
 
     def training_boxes(
         self, width: Sides, height: Sides, uniforms: NDArray[np.float64]
     ) -> tuple[Boxes, NDArray[np.bool_]]:
-        """The boxes, and whether to mirror. `uniforms` is (B, 23 or more): place in x, in y, mirror, ten areas and
-        ten aspect ratios."""
+        """The boxes, and whether to mirror each image.
+
+        `uniforms` is (B, 23 or more): position in x, position in y, mirror, ten areas and ten aspect ratios.
+        """
         at_x, at_y, mirror = uniforms.T[:3]
         if self.crop == "shift":
             x, y = (np.floor(at * (2 * self.padding + 1)) - self.padding for at in (at_x, at_y))
@@ -69,13 +71,13 @@ class Recipe:
         return boxes, (mirror < 0.5) & self.flip
 
     def evaluation_boxes(self, width: Sides, height: Sides) -> Boxes:
-        """The central box."""
+        """The centre crop of each image."""
         box_width, box_height = (width, height) if self.crop == "shift" else self._window(width, height)
         boxes = [(width - box_width) // 2, (height - box_height) // 2, box_width, box_height]
         return np.stack(boxes, axis=1).astype(np.int32)
 
     def _window(self, width: Sides, height: Sides) -> tuple[Sides, Sides]:
-        """A square of size/resize of the short side."""
+        """A square with a side of size/resize of the short side."""
         short = np.minimum(width, height)
         side = np.clip(np.rint(short * (self.size / self.resize)).astype(np.int64), 1, short)
         return side, side
@@ -83,9 +85,9 @@ class Recipe:
     def _random_area(
         self, width: Sides, height: Sides, area: NDArray[np.float64], aspect: NDArray[np.float64]
     ) -> tuple[Sides, Sides]:
-        """Area uniform, aspect ratio log-uniform: the first of ten draws that fits, as torchvision and DALI do it.
+        """Area uniform, aspect ratio log-uniform: the first of ten draws that fits, as in torchvision and DALI.
 
-        If none does, which takes a very long or high image, the largest box of an allowed shape.
+        If no draw fits, which happens only for very wide or tall images, the largest box of an allowed aspect ratio.
         """
         width, height = width[:, None], height[:, None]
         low, high = self.area
@@ -101,11 +103,11 @@ class Recipe:
 
 
 def find_recipe(recipe: str | Recipe) -> Recipe:
-    """A recipe by name, or one of the user's own as it is."""
+    """Look up a recipe by name. A `Recipe` object is returned unchanged."""
     if isinstance(recipe, Recipe):
         return recipe
     if recipe not in RECIPES:
-        raise DataError(f"data.recipe = {recipe!r}: no such recipe; there is {', '.join(RECIPES)}")
+        raise DataError(f"data.recipe = {recipe!r}: no such recipe; available: {', '.join(RECIPES)}")
     return RECIPES[recipe]
 
 

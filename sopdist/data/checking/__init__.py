@@ -1,1 +1,1 @@
-"""`sopdist verify` and `sopdist inspect`: is a split sound, and what is in it?"""
+"""Checks and summaries of a split, for `sopdist verify` and `sopdist inspect`."""

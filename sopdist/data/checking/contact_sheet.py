@@ -1,4 +1,4 @@
-"""A contact sheet: a grid of thumbnails with index and label, as a PNG that a person looks at."""
+"""Contact sheets: a grid of thumbnails with index and label, as PNG."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from PIL import Image, ImageDraw, ImageFont
 
+from ...errors import ImageError
 from ..decode.images import decode_image
-from ..errors import ImageError
 from ..headers import read_header
 
 _THUMB = 128
@@ -20,11 +20,11 @@ _LINE = 15
 _CAPTION = 3 * _LINE + 6
 _GAP = 10
 _TITLE = 40
-_WIDTH_TO_HEIGHT = 1.6  # of the sheet, as far as the tiles allow
+_WIDTH_TO_HEIGHT = 1.6  # of the sheet, approximately
 _INK, _FAINT, _PAPER, _FRAME = "#202020", "#808080", "#ffffff", "#e4e4e4"
 _WRONG, _RIGHT, _OTHER = "#c62828", "#2e7d32", "#1565c0"
 _SIZE = 12
-# Pillow's own font has hardly more than ASCII; one of these is on nearly every machine.
+# Pillow's built-in font has little more than ASCII; nearly every machine has one of these.
 _FONTS = ("DejaVuSans.ttf", "NotoSans-Regular.ttf", "LiberationSans-Regular.ttf", "Arial.ttf", "arial.ttf")
 
 
@@ -33,32 +33,32 @@ class Tile:
     """One sample on the sheet."""
 
     index: int
-    image: bytes | str  # encoded, or the reason why it cannot be read
+    image: bytes | str  # encoded image, or the reason why it cannot be read
     label: str
-    clean: str | None = None  # the true class, if it is known and another
-    base: str | None = None  # `given: 3 cat`: the label that this one replaced, if that is all that is known
+    clean: str | None = None  # clean label, if it is known and differs
+    base: str | None = None  # `given: 3 cat`: the label that this one replaced, if there are no clean labels
 
 
 def decode_upright(content: bytes) -> Image.Image:
-    """Decode in full, as training does: RGB, upright. ImageError says why it fails."""
+    """Decode as in training: RGB, upright. Raises ImageError with the reason."""
     try:
         return Image.fromarray(decode_image(content, read_header(content)))
     except (ImageError, MemoryError):
         raise
-    except Exception as error:  # damaged bytes make a decoder raise nearly anything
+    except Exception as error:  # damaged files make decoders raise nearly anything
         raise ImageError(f"cannot be decoded: {error}") from None
 
 
 def draw_sheet(tiles: Sequence[Tile], title: str) -> bytes:
-    """The sheet as PNG."""
+    """Draw the sheet; returns a PNG file."""
     cell_width, cell_height = _THUMB + _GAP, _THUMB + _CAPTION + _GAP
     columns = max(1, min(len(tiles), round(math.sqrt(len(tiles) * _WIDTH_TO_HEIGHT * cell_height / cell_width))))
     rows = math.ceil(len(tiles) / columns)
     sheet = Image.new("RGB", (max(480, columns * cell_width + _GAP), rows * cell_height + _TITLE), _PAPER)
     pen = _Pen(sheet)
     pen.write((_GAP, 10), title, _INK, sheet.width - 2 * _GAP)
-    for number, tile in enumerate(tiles):
-        row, column = divmod(number, columns)
+    for i, tile in enumerate(tiles):
+        row, column = divmod(i, columns)
         _draw_tile(sheet, pen, tile, _GAP + column * cell_width, _TITLE + row * cell_height)
     buffer = io.BytesIO()
     sheet.save(buffer, "PNG")
@@ -85,17 +85,17 @@ class _Pen:
         text = text.encode(errors="backslashreplace").decode()
         if self._accents:
             return text
-        return "".join(sign for sign in unicodedata.normalize("NFKD", text) if not unicodedata.combining(sign))
+        return "".join(char for char in unicodedata.normalize("NFKD", text) if not unicodedata.combining(char))
 
     def write(self, at: tuple[int, int], text: str, colour: str, width: int) -> None:
-        """One line, cut to the width."""
+        """Write one line, truncated to the width."""
         shown = self._drawable(text)
         while shown and self._font.getlength(shown) > width:
             shown = shown.removesuffix("...")[:-1].rstrip() + "..." if len(shown) > 4 else shown[:-1]
         self.draw.text(at, shown, fill=colour, font=self._font)
 
-    def wrap(self, text: str, width: int, most: int) -> list[str]:
-        """Break into at most `most` lines at blanks."""
+    def wrap(self, text: str, width: int, max_lines: int) -> list[str]:
+        """Wrap the text at whitespace, to at most `max_lines` lines."""
         lines = [""]
         for word in self._drawable(text).split():
             longer = f"{lines[-1]} {word}".strip()
@@ -103,7 +103,7 @@ class _Pen:
                 lines[-1] = longer
             else:
                 lines.append(word)
-        return lines[:most]
+        return lines[:max_lines]
 
 
 def _draw_tile(sheet: Image.Image, pen: _Pen, tile: Tile, x: int, y: int) -> None:
@@ -112,7 +112,7 @@ def _draw_tile(sheet: Image.Image, pen: _Pen, tile: Tile, x: int, y: int) -> Non
             raise ImageError(tile.image)
         thumb = decode_upright(tile.image)
         thumb.thumbnail((_THUMB, _THUMB))
-        if thumb.width * 2 <= _THUMB and thumb.height * 2 <= _THUMB:  # tiny ones would be hard to see
+        if thumb.width * 2 <= _THUMB and thumb.height * 2 <= _THUMB:  # enlarge tiny images
             scale = _THUMB // max(thumb.size)
             thumb = thumb.resize((thumb.width * scale, thumb.height * scale), Image.Resampling.NEAREST)
         sheet.paste(thumb, (x + (_THUMB - thumb.width) // 2, y + (_THUMB - thumb.height) // 2))
@@ -130,9 +130,9 @@ def _draw_tile(sheet: Image.Image, pen: _Pen, tile: Tile, x: int, y: int) -> Non
 
 
 def _draw_broken(pen: _Pen, reason: str, x: int, y: int) -> None:
-    """A crossed box with the reason."""
+    """Draw a crossed-out box with the reason."""
     far_x, far_y = x + _THUMB - 1, y + _THUMB - 1
     pen.draw.line((x, y, far_x, far_y), fill=_FRAME, width=2)
     pen.draw.line((x, far_y, far_x, y), fill=_FRAME, width=2)
-    for number, line in enumerate(pen.wrap(reason, _THUMB - 8, most=_THUMB // _LINE - 1)):
-        pen.write((x + 4, y + 4 + number * _LINE), line, _WRONG, _THUMB - 8)
+    for i, line in enumerate(pen.wrap(reason, _THUMB - 8, max_lines=_THUMB // _LINE - 1)):
+        pen.write((x + 4, y + 4 + i * _LINE), line, _WRONG, _THUMB - 8)

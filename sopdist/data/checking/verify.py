@@ -1,4 +1,4 @@
-"""Is a split what its manifest says? Every shard, index, sample and label set, down to the pixels if asked."""
+"""Checks of a split against its manifest: all shards, indices, samples and label sets, optionally decoding images."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from ...errors import DataError
 from ...files import PART_SUFFIX
-from ..errors import DataError
 from ..labels import FOLDER, GIVEN, Labels, read_labels
 from ..manifest import MANIFEST, Manifest, ShardInfo, read_manifest
-from .verify_shard import Checks, Findings, Problem, ShardCheck, index_of, read_keys, shown
+from .verify_shard import Checks, Findings, Problem, ShardCheck, index_of, printable, read_keys
 
-_BEGUN = "prepare.json"  # what `sopdist prepare` keeps in a split until it has written the manifest
+_STARTED = "prepare.json"  # exists while `sopdist prepare` has not written the manifest
 _SHARD_FILE = re.compile(r"shard-.*\.(?:tar|idx)")
 
-Hashes = NDArray[np.int64]  # of keys: 14 million keys are 112 MB, as text they would be 2 GB
+Hashes = NDArray[np.int64]  # of keys: 112 MB for 14 million keys, which would take 2 GB as text
 
 
 def find_splits(folder: Path) -> list[Path]:
-    """The folder itself if it is a split, otherwise those of its folders that are, or were to become, one."""
+    """The folder itself if it is a split, otherwise its subfolders that are complete or incomplete splits."""
     if _is_split(folder):
         return [folder]
     try:
@@ -32,27 +32,27 @@ def find_splits(folder: Path) -> list[Path]:
     except OSError:
         found = []
     if not found:
-        read_manifest(folder)  # raises, and says what is missing
+        read_manifest(folder)  # raises an error with the reason
     return found
 
 
 def _is_split(folder: Path) -> bool:
-    return (folder / MANIFEST).exists() or (folder / _BEGUN).exists() or any(folder.glob("shard-*.tar"))
+    return (folder / MANIFEST).exists() or (folder / _STARTED).exists() or any(folder.glob("shard-*.tar"))
 
 
 def verify_split(folder: Path, checks: Checks) -> tuple[Manifest | None, Findings]:
-    """Check everything; None if the manifest itself is wrong, for then there is nothing to hold the rest against."""
-    found = Findings(checks.most)
+    """Check everything. The manifest is None if it cannot be read; nothing else can be checked then."""
+    found = Findings(checks.max_kept)
     try:
         manifest = read_manifest(folder)
     except DataError as error:
-        if (folder / _BEGUN).exists() and not (folder / MANIFEST).exists():
-            what = "`sopdist prepare` was interrupted; run it again to go on"
+        if (folder / _STARTED).exists() and not (folder / MANIFEST).exists():
+            what = "`sopdist prepare` was interrupted; run it again to resume"
             found.add(Problem("incomplete", what, folder.name or str(folder)))
             return None, found
         found.add(Problem("manifest", str(error).removeprefix(f"{folder / MANIFEST}: "), MANIFEST))
         return None, found
-    checks.begin(manifest)
+    checks.on_start(manifest)
     _check_stray_files(folder, manifest, found)
     given = _check_label_sets(folder, manifest, found)
     stop = threading.Event()
@@ -68,7 +68,7 @@ def verify_split(folder: Path, checks: Checks) -> tuple[Manifest | None, Finding
             found.merge(shard_found)
             hashes.append(shard_hashes)
     finally:
-        stop.set()  # after an interrupt nobody wants to wait for the shards at work
+        stop.set()  # after an interrupt, do not wait for shards that are being checked
         pool.shutdown(cancel_futures=True)
     _check_keys_are_unique(folder, manifest, hashes, checks, found)
     return manifest, found
@@ -85,14 +85,14 @@ def _check_stray_files(folder: Path, manifest: Manifest, found: Findings) -> Non
 
 
 def _check_label_sets(folder: Path, manifest: Manifest, found: Findings) -> Labels | None:
-    """Returns `given`, if it is sound."""
+    """Check all label sets; returns `given` if it is valid."""
     given = None
     paths = [path for path in (folder / FOLDER).glob("*") if path.suffix in (".npy", ".json")]
     for name in sorted({path.stem for path in paths} | {GIVEN}):
         try:
             for path in paths:
-                if path.stem == name and not path.is_file():  # a pipe would be read for ever
-                    raise DataError("not a plain file")
+                if path.stem == name and not path.is_file():  # reading a pipe would block
+                    raise DataError("not a regular file")
             labels = read_labels(folder, manifest, name).labels
         except DataError as error:
             file = f"{FOLDER}/{name}.npy"
@@ -109,22 +109,22 @@ def _hashes(keys: list[str]) -> Hashes:
 def _check_keys_are_unique(
     folder: Path, manifest: Manifest, hashes: list[Hashes], checks: Checks, found: Findings
 ) -> None:
-    """Equal hashes make suspects, whose keys are then read again and compared."""
+    """Samples with equal hashes are candidates; their keys are read again and compared."""
     everywhere = np.concatenate(hashes)
     order = np.argsort(everywhere, kind="stable")
     equal = np.flatnonzero(everywhere[order[1:]] == everywhere[order[:-1]])
-    suspects = np.unique(order[np.concatenate((equal, equal + 1))])
-    starts = np.cumsum([0, *map(len, hashes)])  # a shard has as many keys as were found, not as the manifest says
-    numbers = np.searchsorted(starts, suspects, side="right") - 1
+    candidates = np.unique(order[np.concatenate((equal, equal + 1))])
+    starts = np.cumsum([0, *map(len, hashes)])  # by the keys found in each shard, which may differ from the manifest
+    shard_of = np.searchsorted(starts, candidates, side="right") - 1
     first_of: dict[str, tuple[int, int]] = {}
-    for number in np.unique(numbers).tolist():
-        info = manifest.shards[number]
+    for shard in np.unique(shard_of).tolist():
+        info = manifest.shards[shard]
         keys = read_keys(folder, info, checks.quick)
-        for place in (suspects[numbers == number] - starts[number]).tolist():
-            if place >= len(keys):
-                continue  # the file was changed in between
-            first_number, first_place = first_of.setdefault(keys[place], (number, place))
-            if (first_number, first_place) != (number, place):
-                first = manifest.shards[first_number]
-                what = f"the same key as {first.name}, index {index_of(first, first_place)}"
-                found.add(Problem("key", what, info.name, shown(keys[place]), index_of(info, place)))
+        for position in (candidates[shard_of == shard] - starts[shard]).tolist():
+            if position >= len(keys):
+                continue  # the file was changed in the meantime
+            first_shard, first_position = first_of.setdefault(keys[position], (shard, position))
+            if (first_shard, first_position) != (shard, position):
+                first = manifest.shards[first_shard]
+                what = f"the same key as {first.name}, index {index_of(first, first_position)}"
+                found.add(Problem("key", what, info.name, printable(keys[position]), index_of(info, position)))

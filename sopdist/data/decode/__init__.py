@@ -1,1 +1,1 @@
-"""From encoded images to pixels: two backends, `cpu` and `dali`, that cut the same crops."""
+"""Decoding: two backends, `cpu` and `dali`, that produce the same crops."""

@@ -1,12 +1,12 @@
-"""Which decoder runs where: the only place that decides."""
+"""Selects the decoder backend."""
 
 from __future__ import annotations
 
 import torch
 
+from ...errors import DataError
 from ..augment.policy import Policy
 from ..augment.recipes import Recipe
-from ..errors import DataError
 from ..settings import DataSettings
 from ..split import Split
 from .cpu import CpuDecoder
@@ -16,13 +16,13 @@ from .request import Decoder
 def open_decoder(
     split: Split, recipe: Recipe, strong: Policy | None, settings: DataSettings, *, batch: int, views: int
 ) -> Decoder:
-    """The decoder that `data.backend` and `data.device` ask for, for batches of at most `batch` samples."""
+    """Open the decoder selected by `data.backend` and `data.device`, for batches of at most `batch` samples."""
     backend = settings.backend
     if backend == "auto":
         backend = "dali" if torch.cuda.is_available() else "cpu"
     if settings.device is not None and (backend != "dali" or settings.device >= torch.cuda.device_count()):
         raise DataError(
-            f"data.device = {settings.device}: needs backend dali and that GPU; the backend is {backend}, "
+            f"data.device = {settings.device}: needs backend dali and a GPU with that index; the backend is {backend}, "
             f"and there are {torch.cuda.device_count()} GPUs"
         )
     threads = settings.usable_threads()

@@ -1,8 +1,8 @@
-"""Memory for batches, used again once nobody looks at it.
+"""A pool of memory buffers for batches, which are reused once they are no longer referenced.
 
-A batch of 64 images at 224 pixels is 38 MB. Fresh memory of that size comes from the kernel page by page, at a cost
-near that of decoding the images. So buffers are kept, and one is handed out again as soon as the last tensor on it is
-gone, which its reference count tells.
+A batch of 64 images at 224 pixels is 38 MB. The kernel maps fresh memory of that size page by page, which costs almost
+as much as decoding the images. The pool therefore keeps its buffers and returns one again as soon as its reference
+count shows that the last tensor on it is gone.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ from numpy.typing import DTypeLike, NDArray
 
 
 class BufferPool:
-    """Arrays of a few shapes, for one thread to take from."""
+    """Arrays of a few shapes. Only one thread may take from the pool."""
 
-    def __init__(self, most_free: int = 4) -> None:
-        self._most_free = most_free
+    def __init__(self, max_free: int = 4) -> None:
+        self._max_free = max_free
         self._buffers: list[NDArray[Any]] = []
 
     def take(self, shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
-        """An array of arbitrary content that nobody else uses. It is free again when it is no longer referred to."""
-        free = self._free_places()
-        if len(free) > self._most_free:  # a consumer let go of many batches, or asks for another shape
-            kept = set(range(len(self._buffers))) - set(free[: -self._most_free])
-            self._buffers = [self._buffers[place] for place in sorted(kept)]
-            free = self._free_places()
-        for place in reversed(free):  # the newest
-            if self._buffers[place].shape == shape and self._buffers[place].dtype == dtype:
-                return self._buffers[place]
+        """Return an uninitialised array that is not in use. It becomes free when it is no longer referenced."""
+        free = self._find_free()
+        if len(free) > self._max_free:  # the consumer released many batches, or needs another shape
+            kept = set(range(len(self._buffers))) - set(free[: -self._max_free])
+            self._buffers = [self._buffers[i] for i in sorted(kept)]
+            free = self._find_free()
+        for i in reversed(free):  # newest first
+            if self._buffers[i].shape == shape and self._buffers[i].dtype == dtype:
+                return self._buffers[i]
         self._buffers.append(np.empty(shape, dtype))
         return self._buffers[-1]
 
     def held_bytes(self) -> int:
-        """Bytes of all buffers, free or in use."""
+        """Total bytes of all buffers, free or in use."""
         return sum(buffer.nbytes for buffer in self._buffers)
 
-    def _free_places(self) -> list[int]:
-        # A buffer nobody uses is referred to by the list and, during the call, by getrefcount's argument.
-        return [place for place in range(len(self._buffers)) if sys.getrefcount(self._buffers[place]) == 2]
+    def _find_free(self) -> list[int]:
+        # A free buffer is referenced by the list and, during the call, by getrefcount's argument.
+        return [i for i in range(len(self._buffers)) if sys.getrefcount(self._buffers[i]) == 2]

@@ -1,12 +1,12 @@
-"""The `dali` decoder: encoded images and their boxes go in from outside, DALI decodes, resizes, mirrors, normalises.
+"""The `dali` decoder: feeds encoded images and their boxes to DALI, which decodes, resizes, mirrors and normalises.
 
-Reading and choosing boxes is ours (threads, as in the cpu decoder), so order, crops and resume do not depend on DALI.
-Ordinary files go in as they are. What decoders disagree on (CMYK, 16 bits, transparency, animations, files with an
-orientation) is decoded by us and goes in as PPM, which is pixels with a line of text before them.
+Our own threads read the samples and choose the boxes, as in the cpu decoder, so order, crops and resume do not depend
+on DALI. Ordinary files are passed on unchanged. Files that decoders disagree on (CMYK, 16 bits, transparency,
+animations, EXIF orientation) are decoded here and passed on as PPM: raw pixels after a short header.
 
-DALI fails a whole batch for one image that it cannot decode, and is unusable afterwards. Then a new pipeline is built
-and the batches under way are run again, one by one; in the one that fails, each sample on its own. So what becomes of
-a sample never depends on its company.
+If DALI cannot decode one image, the entire batch fails and the pipeline becomes unusable. The decoder then builds a new
+pipeline and runs the pending batches again, one by one; in the failing batch, it runs each sample separately. The
+result of a sample therefore never depends on the other samples of its batch.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ...errors import ImageError
 from ..augment.policy import Policy, apply_policy
 from ..augment.recipes import Recipe
-from ..errors import ImageError
 from ..headers import ImageHeader
 from ..split import Split
 from .buffers import BufferPool
@@ -36,13 +36,13 @@ from .request import BadSample, Decoded, Encoded, Request, bad_sample, choose_bo
 from .strong import strong_view
 from .workers import Workers
 
-_CHUNK = 16  # samples a thread reads at a time
+_CHUNK = 16  # samples per reading task
 _DEPTH = 2  # batches inside DALI at a time
 
 
 @dataclass
-class _Work:
-    """A batch on its way."""
+class _Pending:
+    """A batch that was submitted and not yet collected."""
 
     request: Request
     reading: list[Future[list[Encoded | BadSample]]]
@@ -70,90 +70,90 @@ class DaliDecoder:
         self._batch, self._views, self._threads, self._device = batch, views, threads, device
         self._normalize = Normalizer(recipe.mean, recipe.std)
         self._readers = Workers(threads, "sopdist-read")
-        self._strengtheners = None if strong is None or device is not None else Workers(threads, "sopdist-policy")
-        self._refused: set[int] = set()  # samples that DALI failed on, and gets as pixels from then on
-        self._in_order = True  # our queues agree with DALI's
+        self._policy_workers = None if strong is None or device is not None else Workers(threads, "sopdist-policy")
+        self._refused: set[int] = set()  # samples that DALI failed on; from then on it gets them as PPM
+        self._in_sync = True  # whether our queues match DALI's
         self._buffers = BufferPool()
-        self._reading: deque[_Work] = deque()  # submitted, and not yet inside DALI
-        self._running: deque[_Work] = deque()  # inside DALI
+        self._reading: deque[_Pending] = deque()  # submitted, but not yet inside DALI
+        self._running: deque[_Pending] = deque()  # inside DALI
         self._pipeline = self._build()
 
     def submit(self, request: Request) -> None:
-        """Start reading; DALI gets the batch when it is its turn."""
+        """Start reading the batch. It is passed to DALI when its turn comes."""
         count = len(request.index)
         chunks = [slice(start, min(start + _CHUNK, count)) for start in range(0, count, _CHUNK)]
         reading = [self._readers.submit(self._read, request.index[chunk]) for chunk in chunks]
-        self._reading.append(_Work(request, reading))
-        with self._keeping_step():
-            self._feed_those_read()
+        self._reading.append(_Pending(request, reading))
+        with self._changing_queues():
+            self._feed_ready()
 
     def collect(self) -> Decoded:
-        """Wait for the oldest batch, and keep DALI busy."""
-        with self._keeping_step():
+        """Wait for the oldest batch, and keep DALI supplied."""
+        with self._changing_queues():
             if not self._running:
                 self._feed(self._reading.popleft())
-            self._feed_those_read()
+            self._feed_ready()
             try:
                 views = self._outputs()
             except RuntimeError:
-                work, views = self._recover()
+                pending, views = self._recover()
             else:
-                work = self._running.popleft()
-            self._feed_those_read()
-        return self._decoded(work, views)
+                pending = self._running.popleft()
+            self._feed_ready()
+        return self._decoded(pending, views)
 
     def discard(self) -> None:
-        """Forget all batches; those inside DALI have to be finished first."""
-        if sys.is_finalizing():  # an epoch was left unfinished until the very end: DALI is gone already
+        """Drop all batches. Those inside DALI must finish first."""
+        if sys.is_finalizing():  # an unfinished epoch at interpreter shutdown: DALI is already gone
             return
         while self._reading:
             for future in self._reading.popleft().reading:
                 future.cancel()
-        if self._in_order:
-            with suppress(RuntimeError), self._keeping_step():
+        if self._in_sync:
+            with suppress(RuntimeError), self._changing_queues():
                 while self._running:
                     self._outputs()
                     self._running.popleft()
-        if not self._in_order:
+        if not self._in_sync:
             self._running.clear()
             self._pipeline = self._build()
-            self._in_order = True
+            self._in_sync = True
 
     def close(self) -> None:
-        """Stop the threads, ours and DALI's."""
+        """Stop all threads, including DALI's."""
         if self._pipeline is not None:
             self.discard()
             self._pipeline = None
-        for workers in (self._readers, self._strengtheners):
+        for workers in (self._readers, self._policy_workers):
             if workers is not None:
                 workers.close()
 
     def held_bytes(self) -> int:
-        """Encoded batches and pictures inside DALI, and buffers of strong views."""
-        encoded = sum(data.nbytes for work in self._running for data in work.encoded)
-        pictures = len(self._running) * self._batch * self._views * self._recipe.size**2 * 3 * 4
-        return encoded + pictures + self._buffers.held_bytes()
+        """Bytes of encoded batches and images inside DALI, and of the buffers for strong views."""
+        encoded = sum(data.nbytes for pending in self._running for data in pending.encoded)
+        images = len(self._running) * self._batch * self._views * self._recipe.size**2 * 3 * 4
+        return encoded + images + self._buffers.held_bytes()
 
     @contextmanager
-    def _keeping_step(self) -> Iterator[None]:
-        """Around all that moves DALI's queues and ours. If it is left by an interrupt, nobody knows what DALI holds:
-        then `discard` starts with a new pipeline, instead of handing out one batch's pictures as another's."""
-        in_order, self._in_order = self._in_order, False
-        yield  # without try and finally, on purpose
-        self._in_order = in_order
+    def _changing_queues(self) -> Iterator[None]:
+        """Wraps every change of DALI's queues and ours. After an interrupt inside it, DALI's contents are unknown:
+        `discard` then builds a new pipeline, so that one batch's images are never returned as another's."""
+        in_sync, self._in_sync = self._in_sync, False
+        yield  # deliberately without try/finally
+        self._in_sync = in_sync
 
     def _build(self) -> Pipeline:
         return build_pipeline(self._recipe, self._batch, self._views, self._threads, _DEPTH, self._device)
 
     def _read(self, index: NDArray[np.int64]) -> list[Encoded | BadSample]:
-        samples = (read_sample(self._split, int(number), self._max_pixels) for number in index)
+        samples = (read_sample(self._split, int(i), self._max_pixels) for i in index)
         return [
-            sample if isinstance(sample, BadSample) else self._for_dali(int(number), sample)
-            for number, sample in zip(index, samples, strict=True)
+            sample if isinstance(sample, BadSample) else self._for_dali(int(i), sample)
+            for i, sample in zip(index, samples, strict=True)
         ]
 
     def _for_dali(self, index: int, sample: Encoded) -> Encoded | BadSample:
-        """The sample in a form that every decoder agrees on."""
+        """The sample in a form that all decoders decode identically."""
         if sample.header.plain and sample.header.orientation == 1 and index not in self._refused:
             return sample
         return self._as_ppm(index, sample)
@@ -165,61 +165,61 @@ class DaliDecoder:
             return bad_sample(self._split, index, error)
         return Encoded(ppm(pixels), sample.header._replace(orientation=1, plain=True))
 
-    def _feed_those_read(self) -> None:
+    def _feed_ready(self) -> None:
         while self._reading and len(self._running) < _DEPTH and all(part.done() for part in self._reading[0].reading):
             self._feed(self._reading.popleft())
 
-    def _feed(self, work: _Work) -> None:
-        """Wait until the batch was read, then hand it to DALI."""
-        samples = [sample for part in work.reading for sample in part.result()]
-        work.reading.clear()
+    def _feed(self, pending: _Pending) -> None:
+        """Wait until the batch has been read, then pass it to DALI."""
+        samples = [sample for part in pending.reading for sample in part.result()]
+        pending.reading.clear()
         headers: list[ImageHeader] = []
-        for place, sample in enumerate(samples):
+        for position, sample in enumerate(samples):
             if isinstance(sample, BadSample):
-                work.bad[place] = sample
-                sample = _NOTHING
-            work.encoded.append(np.frombuffer(sample.data, np.uint8))
+                pending.bad[position] = sample
+                sample = _PLACEHOLDER
+            pending.encoded.append(np.frombuffer(sample.data, np.uint8))
             headers.append(sample.header)
-        work.boxes = choose_boxes(self._recipe, headers, work.request.uniforms)
-        self._run(work)
-        self._running.append(work)
+        pending.boxes = choose_boxes(self._recipe, headers, pending.request.uniforms)
+        self._run(pending)
+        self._running.append(pending)
 
-    def _run(self, work: _Work, part: slice = slice(None)) -> None:
-        """Start DALI on a part of a batch."""
-        feed(self._pipeline, work.encoded, work.boxes, part)
+    def _run(self, pending: _Pending, part: slice = slice(None)) -> None:
+        """Start DALI on a batch, or a part of it."""
+        feed(self._pipeline, pending.encoded, pending.boxes, part)
         self._pipeline.schedule_run()
 
     def _outputs(self) -> list[Tensor]:
-        """Wait for what was started first. The tensors are ours to keep: DALI's dynamic executor gives memory away."""
+        """Wait for the oldest run. We may keep the tensors: DALI's dynamic executor does not reuse their memory."""
         outputs = self._pipeline.share_outputs()
         tensors = [torch.from_dlpack(output.as_tensor()) for output in outputs]
         self._pipeline.release_outputs()
         return tensors
 
-    def _decoded(self, work: _Work, views: list[Tensor]) -> Decoded:
-        if self._strong is not None and work.request.draws is not None:
-            views[1] = self._strengthen(views[1], work.request.draws)
-        for place in work.bad:
+    def _decoded(self, pending: _Pending, views: list[Tensor]) -> Decoded:
+        if self._strong is not None and pending.request.draws is not None:
+            views[1] = self._make_strong(views[1], pending.request.draws)
+        for position in pending.bad:
             for view in views:
-                view[place] = 0
-        return Decoded([view.permute(0, 3, 1, 2) for view in views], work.bad)  # (B, S, S, 3) -> (B, 3, S, S)
+                view[position] = 0
+        return Decoded([view.permute(0, 3, 1, 2) for view in views], pending.bad)  # (B, S, S, 3) -> (B, 3, S, S)
 
-    def _strengthen(self, pixels: Tensor, draws: NDArray[np.float64]) -> Tensor:
-        """Make the strong view out of bytes: where they are, on a GPU at once, on the CPU shared by the threads."""
+    def _make_strong(self, pixels: Tensor, draws: NDArray[np.float64]) -> Tensor:
+        """Make the strong view from pixels: in one call on a GPU, in chunks by several threads on the CPU."""
         assert self._strong is not None
-        if self._strengtheners is None:
+        if self._policy_workers is None:
             return self._normalize.tensor(apply_policy(pixels, torch.from_numpy(draws), self._strong))
         view = self._buffers.take(tuple(pixels.shape), np.float32)
         chunks = (slice(start, start + _CHUNK) for start in range(0, len(pixels), _CHUNK))
         array, strong, normalize = pixels.numpy(), self._strong, self._normalize
         for future in [
-            self._strengtheners.submit(strong_view, array[c], draws[c], strong, normalize, view[c]) for c in chunks
+            self._policy_workers.submit(strong_view, array[c], draws[c], strong, normalize, view[c]) for c in chunks
         ]:
             future.result()
         return torch.from_numpy(view)
 
-    def _recover(self) -> tuple[_Work, list[Tensor]]:
-        """An image that DALI cannot decode: run everything again that was under way; see the module's docstring."""
+    def _recover(self) -> tuple[_Pending, list[Tensor]]:
+        """After an image that DALI cannot decode: run all pending batches again (see the module's docstring)."""
         first, *others = self._running
         self._running.clear()
         self._pipeline = self._build()
@@ -228,36 +228,36 @@ class DaliDecoder:
             outputs = self._outputs()
         except RuntimeError:
             self._pipeline = self._build()
-            outputs = self._one_by_one(first)
-        for work in others:
-            self._run(work)
-            self._running.append(work)
+            outputs = self._run_separately(first)
+        for pending in others:
+            self._run(pending)
+            self._running.append(pending)
         return first, outputs
 
-    def _one_by_one(self, work: _Work) -> list[Tensor]:
-        """Each sample on its own; those that DALI cannot decode are decoded by us, or are bad."""
-        rows: list[list[Tensor]] = []
-        for place in range(len(work.encoded)):
+    def _run_separately(self, pending: _Pending) -> list[Tensor]:
+        """Run each sample separately. Samples that DALI cannot decode are decoded here, or marked as bad."""
+        samples: list[list[Tensor]] = []
+        for position in range(len(pending.encoded)):
             try:
-                self._run(work, slice(place, place + 1))
-                rows.append(self._outputs())
+                self._run(pending, slice(position, position + 1))
+                samples.append(self._outputs())
             except RuntimeError:
                 self._pipeline = self._build()
-                index = int(work.request.index[place])
+                index = int(pending.request.index[position])
                 self._refused.add(index)
                 sample = read_sample(self._split, index, self._max_pixels)
                 if isinstance(sample, Encoded):
                     sample = self._as_ppm(index, sample)
                 if isinstance(sample, BadSample):
-                    work.bad[place] = sample
-                    sample = _NOTHING
-                    for box, _ in work.boxes:
-                        box[place] = (0, 0, 1, 1)
-                work.encoded[place] = np.frombuffer(sample.data, np.uint8)
-                self._run(work, slice(place, place + 1))
-                rows.append(self._outputs())
-        return [torch.cat(view) for view in zip(*rows, strict=True)]
+                    pending.bad[position] = sample
+                    sample = _PLACEHOLDER
+                    for box, _ in pending.boxes:
+                        box[position] = (0, 0, 1, 1)
+                pending.encoded[position] = np.frombuffer(sample.data, np.uint8)
+                self._run(pending, slice(position, position + 1))
+                samples.append(self._outputs())
+        return [torch.cat(view) for view in zip(*samples, strict=True)]
 
 
-# In the place of a bad sample.
-_NOTHING = Encoded(ppm(BLACK), ImageHeader("ppm", width=1, height=1, orientation=1, plain=True))
+# DALI gets this instead of a bad sample.
+_PLACEHOLDER = Encoded(ppm(BLACK), ImageHeader("ppm", width=1, height=1, orientation=1, plain=True))

@@ -1,7 +1,8 @@
-"""DALI's graph: decode a box of each image, resize it to a square, mirror, normalise. The only file that knows DALI.
+"""The DALI graph: decode a box of each image, resize it to a square, mirror, normalise. The only file that uses DALI.
 
-On a machine without a GPU everything runs on the CPU. With one (`device` is its number) JPEGs are decoded partly on the
-GPU ("mixed") and the rest follows there; that was written after the documentation and has not run on hardware yet.
+Without a GPU everything runs on the CPU. With a GPU (`device` is its index), JPEGs are decoded partly on the GPU
+("mixed"), and the other operations run there. The GPU path follows DALI's documentation and has not been run on
+hardware yet.
 """
 
 from __future__ import annotations
@@ -11,19 +12,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ...errors import DataError
 from ..augment.recipes import Recipe
-from ..errors import DataError
 
 ENCODED = "encoded"
 BLACK = np.zeros((1, 1, 3), np.uint8)  # the smallest image
 
-Pipeline = Any  # nvidia.dali.Pipeline: DALI has no types
+Pipeline = Any  # nvidia.dali.Pipeline, which is untyped
 
 
 def build_pipeline(recipe: Recipe, batch: int, views: int, threads: int, depth: int, device: int | None) -> Pipeline:
-    """A pipeline whose inputs are `ENCODED` and those that `feed` names, and whose outputs are the views, (B, S, S, 3).
+    """Build a pipeline whose inputs are set by `feed` and whose outputs are the views, (B, S, S, 3).
 
-    The first view is normalised float32; a second one is bytes, for the policy to work on.
+    The first view is normalised float32. The second view, if any, is uint8, as input of the policy.
     """
     try:
         from nvidia.dali import fn, pipeline_def, types
@@ -33,7 +34,7 @@ def build_pipeline(recipe: Recipe, batch: int, views: int, threads: int, depth: 
 
     @pipeline_def(
         batch_size=batch, num_threads=threads, device_id=device, prefetch_queue_depth=depth,
-        exec_dynamic=True,  # so that outputs stay valid when the next batch is made
+        exec_dynamic=True,  # so that outputs stay valid while the next batch is produced
     )  # fmt: skip
     def graph() -> tuple[Any, ...]:
         encoded = fn.external_source(name=ENCODED, dtype=types.UINT8, ndim=1)
@@ -44,17 +45,17 @@ def build_pipeline(recipe: Recipe, batch: int, views: int, threads: int, depth: 
             }
             for view in range(views)
         ]
-        whole_image = views > 1 or recipe.crop == "shift"
-        if whole_image:
+        full_image = views > 1 or recipe.crop == "shift"
+        if full_image:
             image = fn.decoders.image(encoded, device=decode_on, output_type=types.RGB, adjust_orientation=False)
         outputs = []
         for view, box in enumerate(boxes):
-            if whole_image:
+            if full_image:
                 part = fn.slice(
                     image, box["anchor"], box["shape"], axis_names="WH", normalized_anchor=False,
                     normalized_shape=False, out_of_bounds_policy="pad", fill_values=0,
                 )  # fmt: skip
-            else:  # decode no more than is needed
+            else:  # decode only the box
                 part = fn.decoders.image_slice(
                     encoded, box["anchor"], box["shape"], axis_names="WH", normalized_anchor=False,
                     normalized_shape=False, device=decode_on, output_type=types.RGB, adjust_orientation=False,
@@ -83,7 +84,7 @@ def build_pipeline(recipe: Recipe, batch: int, views: int, threads: int, depth: 
 
 
 def _warm_up(pipeline: Pipeline, views: int, depth: int) -> None:
-    """The first schedule_run() starts `depth` batches at once, each later one a single batch. Get that behind us."""
+    """Run `depth` dummy batches: the first schedule_run() starts that many at once, each later call a single one."""
     boxes = [(np.array([[0, 0, 1, 1]], np.int32), np.array([False]))] * views
     for _ in range(depth):
         feed(pipeline, [np.frombuffer(ppm(BLACK), np.uint8)], boxes)
@@ -99,7 +100,7 @@ def feed(
     boxes: list[tuple[NDArray[np.int32], NDArray[np.bool_]]],
     part: slice = slice(None),
 ) -> None:
-    """Hand a part of a batch to the pipeline: the images, and for each view what to cut out of them."""
+    """Feed a batch, or a part of it, to the pipeline: the encoded images, and the boxes and mirroring of each view."""
     pipeline.feed_input(ENCODED, encoded[part])
     for view, (box, mirror) in enumerate(boxes):
         pipeline.feed_input(f"anchor{view}", np.ascontiguousarray(box[part, :2]))
@@ -108,6 +109,6 @@ def feed(
 
 
 def ppm(pixels: NDArray[np.uint8]) -> bytes:
-    """Pixels as a file that DALI reads, without compression."""
+    """Encode pixels as PPM, an uncompressed format that DALI can read."""
     height, width, _ = pixels.shape
     return b"P6 %d %d 255\n" % (width, height) + pixels.tobytes()

@@ -1,5 +1,8 @@
-"""From an encoded image to upright RGB pixels, whatever its format. Decoders of ordinary files agree to the bit here:
-simplejpeg, Pillow and DALI all rest on libjpeg-turbo with its accurate transform, libpng and libwebp."""
+"""Decodes an image of any supported format to upright RGB pixels.
+
+For ordinary files the decoders are bit-identical: simplejpeg, Pillow and DALI all use libjpeg-turbo with the accurate
+DCT, libpng and libwebp.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,14 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from ..errors import ImageError
+from ...errors import ImageError
 from ..headers import JPEG, PNG, WEBP, ImageHeader
 from .pixels import Pixels
 from .png import decode_png
 
-_NAMES = {JPEG: "JPEG", PNG: "PNG", WEBP: "WebP"}  # as Pillow calls them, but for case
+_NAMES = {JPEG: "JPEG", PNG: "PNG", WEBP: "WebP"}  # Pillow's names, up to case
 
-# EXIF orientation -> what undoes it. Arrays are (height, width, 3).
+# EXIF orientation -> the transform that undoes it. Arrays are (height, width, 3).
 _UPRIGHT: dict[int, Callable[[Pixels], Pixels]] = {
     2: lambda pixels: pixels[:, ::-1],
     3: lambda pixels: pixels[::-1, ::-1],
@@ -31,36 +34,39 @@ _UPRIGHT: dict[int, Callable[[Pixels], Pixels]] = {
 
 
 def upright(pixels: Pixels, orientation: int) -> Pixels:
-    """(height, width, 3) as it is meant to be seen, by its EXIF orientation."""
+    """Undo the EXIF orientation of an image, (height, width, 3)."""
     return _UPRIGHT[orientation](pixels) if orientation in _UPRIGHT else pixels
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """8-bit RGB, whatever the mode: transparency is dropped, 16-bit grey keeps its upper byte."""
+    """Convert any mode to 8-bit RGB. Transparency is dropped; 16-bit grey keeps its upper byte."""
     if image.mode == "F":
-        raise ImageError("floating-point pixels, whose range is not known")
-    if image.mode.startswith("I"):  # Pillow's own conversion would cut everything above 255
+        raise ImageError("floating-point pixels, whose range is unknown")
+    if image.mode.startswith("I"):  # Pillow's own conversion would clip everything above 255
         grey = np.clip(np.asarray(image).astype(np.int64) >> 8, 0, 255).astype(np.uint8)
         return Image.fromarray(grey).convert("RGB")
     return image.convert("RGB")
 
 
 def decode_image(data: bytes, header: ImageHeader) -> Pixels:
-    """Decode to (height, width, 3) bytes of RGB, upright. Grey and palette images become RGB, transparency is dropped,
-    of an animation the first frame is taken, 16 bits become 8."""
+    """Decode to upright RGB, uint8 (height, width, 3).
+
+    Grey and palette images become RGB, transparency is dropped, 16 bits become 8, and an animation is reduced to its
+    first frame.
+    """
     pixels = _decode_fast(data, header) if header.plain else None
     if pixels is None:
         pixels = _decode_with_pillow(data, header)
     pixels = upright(pixels, header.orientation)
     if pixels.shape != (header.height, header.width, 3):
         raise ImageError(
-            f"decoded to {pixels.shape[1]} x {pixels.shape[0]}, its header says {header.width} x {header.height}"
+            f"decoded to {pixels.shape[1]} x {pixels.shape[0]}, but its header says {header.width} x {header.height}"
         )
     return np.ascontiguousarray(pixels)
 
 
 def _decode_fast(data: bytes, header: ImageHeader) -> Pixels | None:
-    """A way around Pillow, which gives the same pixels; None if there is none, or if anything is unusual."""
+    """Decode without Pillow, to the same pixels. None if there is no such decoder or the file is unusual."""
     if header.format == JPEG:
         jpeg = _jpeg_decoder()
         return None if jpeg is None else jpeg(data)
@@ -69,16 +75,16 @@ def _decode_fast(data: bytes, header: ImageHeader) -> Pixels | None:
 
 @functools.cache
 def _jpeg_decoder() -> Callable[[bytes], Pixels | None] | None:
-    """The fast way for JPEG, if simplejpeg is installed."""
+    """The fast JPEG decoder, if simplejpeg is installed."""
     try:
         import simplejpeg
     except ImportError:
         return None
 
     def decode(data: bytes) -> Pixels | None:
-        """None if anything is unusual: stray bytes, which are harmless, or damage. Pillow tells the two apart."""
+        """None if the file is unusual: it has stray bytes, which are harmless, or is damaged. Pillow decides which."""
         try:
-            # The exact options cost nothing and give Pillow's and DALI's bits.
+            # The accurate options cost nothing and are bit-identical to Pillow and DALI.
             pixels: Pixels = simplejpeg.decode_jpeg(data, "RGB", fastdct=False, fastupsample=False, strict=True)
         except ValueError:
             return None

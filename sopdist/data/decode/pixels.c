@@ -1,11 +1,11 @@
 /* Crop, resize, mirror and normalise one image: the part of the `cpu` decoder that is neither file format nor Python.
  *
- * The resize is bilinear: a triangle filter that widens with the reduction, weights in 22-bit fixed point, one pass for
- * rows and one for columns, rounded to bytes in between. Beyond an edge the edge's pixels go on. This is what DALI does,
- * up to one level, and what Pillow does, to the bit, if the image is continued for it (pixels.py does so where no C
- * compiler was at hand).
+ * The resize is bilinear with antialiasing: a triangle filter that widens with the reduction, weights in 22-bit fixed
+ * point, one pass over rows and one over columns, rounded to bytes in between. Beyond an edge, the edge pixel is
+ * repeated. The result agrees with DALI up to one level, and is bit-identical to Pillow on an image that is padded in
+ * this way (pixels.py does so if no C compiler was available).
  *
- * Pixels are RGB bytes, rows are contiguous. pixels.py calls this through ctypes, which lets other threads run.
+ * Pixels are RGB bytes and rows are contiguous. pixels.py calls this through ctypes, which releases the GIL.
  */
 
 #include <stdint.h>
@@ -13,9 +13,9 @@
 #include <string.h>
 
 #if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__)
-#define FOR_EVERY_CPU __attribute__((target_clones("avx2", "default"), noinline))
+#define MULTIVERSIONED __attribute__((target_clones("avx2", "default"), noinline))
 #else
-#define FOR_EVERY_CPU
+#define MULTIVERSIONED
 #endif
 
 #define PRECISION 22
@@ -24,15 +24,15 @@
 typedef int32_t i32x8 __attribute__((vector_size(32)));
 typedef uint32_t u32x8 __attribute__((vector_size(32)));
 
-/* For each output pixel: the first input pixel that counts, how many do, and their weights. */
+/* For each output pixel: the first input pixel that contributes, how many do, and their weights. */
 typedef struct {
-    int taps;       /* weights reserved for an output pixel */
+    int taps;       /* weights allocated per output pixel */
     int *first;     /* (out) */
     int *count;     /* (out) */
     int32_t *weight; /* (out, taps) */
 } Filter;
 
-/* Weights are not negative, so neither is a sum; rounded up, they can add up to a little more than one. */
+/* Weights are not negative, so neither is a sum. Rounded weights can add up to slightly more than one. */
 static inline uint8_t to_byte(int32_t sum) {
     int32_t value = sum >> PRECISION;
     return value > 255 ? 255 : (uint8_t)value;
@@ -42,12 +42,12 @@ static inline __attribute__((always_inline)) i32x8 two_pixels(const uint8_t *upp
     uint32_t a, b;
     memcpy(&a, upper, 4);
     memcpy(&b, lower, 4);
-    /* Shifts and a mask, because gcc takes __builtin_convertvector of bytes apart, which is twice as slow. */
+    /* Shifts and a mask, because gcc splits up __builtin_convertvector of bytes, which is twice as slow. */
     u32x8 pixels = {a, a, a, a, b, b, b, b}, shifts = {0, 8, 16, 24, 0, 8, 16, 24};
     return (i32x8)((pixels >> shifts) & 255);
 }
 
-/* weight(k) = triangle((k + 1/2 - centre) / scale), normalised, where k also counts `margin` pixels before the edge. */
+/* weight(k) = triangle((k + 1/2 - centre) / scale), normalised, where k = 0 is `margin` pixels before the edge. */
 static int make_filter(Filter *filter, int in, int out) {
     double ratio = (double)in / out, scale = ratio < 1.0 ? 1.0 : ratio;
     int margin = (int)scale + 2, taps = 2 * margin + 1;
@@ -70,7 +70,7 @@ static int make_filter(Filter *filter, int in, int out) {
             exact[k] = distance < 1.0 ? 1.0 - distance : 0.0;
             sum += exact[k];
         }
-        /* What lies beyond an edge shows the edge's pixel: its weight is added to that one's. */
+        /* Beyond an edge, the edge pixel is repeated: weights there are added to the weight of the edge pixel. */
         int first = low - margin, last = first + count - 1;
         int inside_first = first < 0 ? 0 : first, inside_last = last >= in ? in - 1 : last;
         memset(weight, 0, sizeof(int32_t) * (size_t)taps);
@@ -92,10 +92,10 @@ static void free_filter(Filter *filter) {
     free(filter->weight);
 }
 
-/* Rows of `in_stride` bytes to rows of `out` pixels, two rows at a time, which share the weights. A pixel is read as
- * four bytes, the fourth of which belongs to the next one; the last pixel before `in_end` has none. */
-FOR_EVERY_CPU
-static void shrink_rows(const uint8_t *in, size_t in_stride, uint8_t *to, int rows, int out, const Filter *filter,
+/* Resize rows of `in_stride` bytes to `out` pixels, two rows at a time, which share the weights. A pixel is read as
+ * four bytes, the fourth of which belongs to the next pixel; the last pixel before `in_end` has no next one. */
+MULTIVERSIONED
+static void resize_rows(const uint8_t *in, size_t in_stride, uint8_t *to, int rows, int out, const Filter *filter,
                         const uint8_t *in_end) {
     size_t to_stride = 3 * (size_t)out;
     for (int row = 0; row < rows; row += 2) {
@@ -106,11 +106,11 @@ static void shrink_rows(const uint8_t *in, size_t in_stride, uint8_t *to, int ro
             int count = filter->count[i];
             const int32_t *weight = filter->weight + (size_t)i * filter->taps;
             i32x8 sum = {HALF, HALF, HALF, HALF, HALF, HALF, HALF, HALF};
-            int whole = lower + at + 3 * (size_t)count + 1 <= in_end ? count : count - 1;
-            for (int k = 0; k < whole; k++, at += 3) sum += two_pixels(upper + at, lower + at) * weight[k];
-            if (whole < count) {
+            int readable = lower + at + 3 * (size_t)count + 1 <= in_end ? count : count - 1;
+            for (int k = 0; k < readable; k++, at += 3) sum += two_pixels(upper + at, lower + at) * weight[k];
+            if (readable < count) {
                 uint8_t last[8] = {upper[at], upper[at + 1], upper[at + 2], 0, lower[at], lower[at + 1], lower[at + 2], 0};
-                sum += two_pixels(last, last + 4) * weight[whole];
+                sum += two_pixels(last, last + 4) * weight[readable];
             }
             for (int c = 0; c < 3; c++) {
                 to_upper[3 * i + c] = to_byte(sum[c]);
@@ -120,9 +120,9 @@ static void shrink_rows(const uint8_t *in, size_t in_stride, uint8_t *to, int ro
     }
 }
 
-/* Columns: whole rows of `width` bytes at a time. */
-FOR_EVERY_CPU
-static void shrink_columns(const uint8_t *in, size_t in_stride, uint8_t *to, size_t width, int out, int32_t *sum,
+/* Resize columns, one full row of `width` bytes at a time. */
+MULTIVERSIONED
+static void resize_columns(const uint8_t *in, size_t in_stride, uint8_t *to, size_t width, int out, int32_t *sum,
                            const Filter *filter) {
     for (int i = 0; i < out; i++, to += width) {
         const int32_t *weight = filter->weight + (size_t)i * filter->taps;
@@ -144,8 +144,8 @@ static void mirror_rows(uint8_t *pixels, int rows, int width) {
             }
 }
 
-/* The box (x, y, box_w, box_h) of an image, which may reach beyond it (black there), as `side` x `side` pixels.
- * Returns 0 if memory ran out. */
+/* Resize the box (x, y, box_w, box_h) of an image to `side` x `side` pixels. The box may extend beyond the image, which
+ * is black there. Returns 0 if memory allocation failed. */
 int sopdist_crop(const uint8_t *image, int image_h, int image_w, int x, int y, int box_w, int box_h, int mirror, int side,
                  uint8_t *to) {
     size_t stride = 3 * (size_t)image_w, out_stride = 3 * (size_t)side;
@@ -155,7 +155,7 @@ int sopdist_crop(const uint8_t *image, int image_h, int image_w, int x, int y, i
     int done = 0;
     Filter across = {0}, down = {0};
 
-    /* 1. The box as a part of the image, or a copy of it with black where the image has nothing. */
+    /* 1. The box as a part of the image, or, if it extends beyond the image, a copy padded with black. */
     if (x >= 0 && y >= 0 && x + box_w <= image_w && y + box_h <= image_h) {
         box = image + stride * (size_t)y + 3 * (size_t)x;
     } else {
@@ -172,8 +172,8 @@ int sopdist_crop(const uint8_t *image, int image_h, int image_w, int x, int y, i
         end = padded + box_stride * (size_t)box_h;
     }
 
-    /* 2. Columns first if they get shorter, for then the pass over rows, which costs more, has fewer of them. A pass
-     * that would change nothing is left out. */
+    /* 2. Resize columns first if they get shorter, so that the more expensive pass over rows has fewer rows. Skip a
+     * pass that would change nothing. */
     int columns_first = box_h > side;
     if (box_h != side && !make_filter(&down, box_h, side)) goto out;
     if (box_w != side && !make_filter(&across, box_w, side)) goto out;
@@ -185,17 +185,17 @@ int sopdist_crop(const uint8_t *image, int image_h, int image_w, int x, int y, i
         size_t between_stride = 3 * (size_t)box_w;
         between = malloc(between_stride * (size_t)side);
         if (!between) goto out;
-        shrink_columns(box, stride, between, between_stride, side, sum, &down);
-        shrink_rows(between, between_stride, to, side, side, &across, between + between_stride * (size_t)side);
+        resize_columns(box, stride, between, between_stride, side, sum, &down);
+        resize_rows(between, between_stride, to, side, side, &across, between + between_stride * (size_t)side);
     } else if (box_h != side && box_w != side) {
         between = malloc(out_stride * (size_t)box_h);
         if (!between) goto out;
-        shrink_rows(box, stride, between, box_h, side, &across, end);
-        shrink_columns(between, out_stride, to, out_stride, side, sum, &down);
+        resize_rows(box, stride, between, box_h, side, &across, end);
+        resize_columns(between, out_stride, to, out_stride, side, sum, &down);
     } else if (box_w != side) {
-        shrink_rows(box, stride, to, side, side, &across, end);
+        resize_rows(box, stride, to, side, side, &across, end);
     } else if (box_h != side) {
-        shrink_columns(box, stride, to, out_stride, side, sum, &down);
+        resize_columns(box, stride, to, out_stride, side, sum, &down);
     } else {
         for (int row = 0; row < side; row++) memcpy(to + out_stride * (size_t)row, box + stride * (size_t)row, out_stride);
     }
@@ -211,9 +211,9 @@ out:
 }
 
 /* (pixel - mean) * scale for `pixels` RGB pixels. */
-FOR_EVERY_CPU
+MULTIVERSIONED
 void sopdist_normalize(const uint8_t *in, float *to, int64_t pixels, const float *mean, const float *scale) {
-    /* Eight pixels a turn: 24 constants in order, so that the loop is one of plain vectors. */
+    /* Eight pixels per iteration, with 24 constants in order, so that the compiler can vectorise the loop. */
     float means[24], scales[24];
     for (int i = 0; i < 24; i++) means[i] = mean[i % 3], scales[i] = scale[i % 3];
     int64_t i = 0;
@@ -222,8 +222,8 @@ void sopdist_normalize(const uint8_t *in, float *to, int64_t pixels, const float
     for (int j = 0; j < 3 * (int)(pixels - i); j++) to[j] = ((float)in[j] - means[j]) * scales[j];
 }
 
-/* Undo PNG's filters: `raw` has for each row a byte that names the filter and `width * channels` bytes. Writes RGB; grey
- * is repeated. Returns 0 if a filter is unknown. */
+/* Undo the row filters of a PNG: each row of `raw` is one byte that names the filter, and `width * channels` bytes.
+ * Writes RGB; grey is replicated. Returns 0 if a filter is unknown. */
 int sopdist_unfilter(uint8_t *raw, int height, int width, int channels, uint8_t *to) {
     size_t length = (size_t)width * channels, step = (size_t)channels;
     const uint8_t *above = NULL;
@@ -232,17 +232,17 @@ int sopdist_unfilter(uint8_t *raw, int height, int width, int channels, uint8_t 
         switch (raw[0]) {
         case 0:
             break;
-        case 1: /* plus the pixel to the left */
+        case 1: /* Sub: add the pixel to the left */
             for (size_t i = step; i < length; i++) line[i] += line[i - step];
             break;
-        case 2: /* plus the pixel above */
+        case 2: /* Up: add the pixel above */
             for (size_t i = 0; above && i < length; i++) line[i] += above[i];
             break;
-        case 3: /* plus the mean of both */
+        case 3: /* Average: add the mean of both */
             for (size_t i = 0; i < length; i++)
                 line[i] += ((i < step ? 0 : line[i - step]) + (above ? above[i] : 0)) / 2;
             break;
-        case 4: /* plus that of left, above and above left which is nearest to left + above - above left */
+        case 4: /* Paeth: add left, above or above left, whichever is closest to left + above - above left */
             for (size_t i = 0; i < length; i++) {
                 int left = i < step ? 0 : line[i - step], up = above ? above[i] : 0;
                 int corner = i < step || !above ? 0 : above[i - step];

@@ -1,5 +1,7 @@
-"""Crop, resize, mirror, normalise: on the CPU, for one image, by `pixels.c`; by Pillow and NumPy, to the same bits,
-where no C compiler was at hand."""
+"""Crop, resize, mirror and normalise one image on the CPU.
+
+`pixels.c` does the work. Without a C compiler, Pillow and NumPy are used instead, with bit-identical results.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,7 @@ def is_built() -> bool:
 
 
 def crop(image: Pixels, box: NDArray[np.int32], mirror: bool, to: Pixels) -> None:
-    """Write the box (x, y, width, height) of `image` to `to`, (side, side, 3); beyond the image all is black."""
+    """Crop the box (x, y, width, height) and resize it to `to`, (side, side, 3). Pixels outside the image are black."""
     library = _library()
     if library is None:
         crop_with_pillow(image, box, mirror, to)
@@ -52,14 +54,14 @@ def crop(image: Pixels, box: NDArray[np.int32], mirror: bool, to: Pixels) -> Non
     if not library.sopdist_crop(
         image.ctypes.data, height, width, x, y, box_width, box_height, mirror, len(to), to.ctypes.data
     ):
-        raise MemoryError("no memory to resize an image")
+        raise MemoryError("out of memory while resizing an image")
 
 
 def crop_with_pillow(image: Pixels, box: NDArray[np.int32], mirror: bool, to: Pixels) -> None:
-    """The same with Pillow."""
+    """`crop` implemented with Pillow."""
     x, y, width, height = box.tolist()
     cut = Image.fromarray(image).crop((x, y, x + width, y + height))
-    # One axis at a time, because Pillow's own choice of which comes first, which shows in the bits, varies by version.
+    # One axis at a time: the order of the two affects the bits, and Pillow's own order depends on its version.
     for axis in (0, 1) if height > len(to) else (1, 0):
         cut = _resize_axis(cut, axis, len(to))
     pixels = np.asarray(cut)
@@ -67,20 +69,20 @@ def crop_with_pillow(image: Pixels, box: NDArray[np.int32], mirror: bool, to: Pi
 
 
 def _resize_axis(image: Image.Image, axis: int, side: int) -> Image.Image:
-    """Resize rows (axis 0) or columns (1), as if the image went on beyond its edges with the pixels there."""
+    """Resize along axis 0 or 1, with the edge pixels repeated beyond the edges of the image."""
     length = image.size[1 - axis]
     if length == side:
         return image
     margin = int(max(1.0, length / side)) + 2
-    around = [(margin, margin) if a == axis else (0, 0) for a in range(3)]
-    wider = Image.fromarray(np.pad(np.asarray(image), around, mode="edge"))
+    widths = [(margin, margin) if a == axis else (0, 0) for a in range(3)]
+    padded = Image.fromarray(np.pad(np.asarray(image), widths, mode="edge"))
     if axis == 0:
-        return wider.resize((image.width, side), Image.Resampling.BILINEAR, (0, margin, image.width, margin + length))
-    return wider.resize((side, image.height), Image.Resampling.BILINEAR, (margin, 0, margin + length, image.height))
+        return padded.resize((image.width, side), Image.Resampling.BILINEAR, (0, margin, image.width, margin + length))
+    return padded.resize((side, image.height), Image.Resampling.BILINEAR, (margin, 0, margin + length, image.height))
 
 
 def unfilter(raw: NDArray[np.uint8], height: int, width: int, channels: int) -> Pixels | None:
-    """Undo the filters of a PNG's rows, in place; RGB, or None if one is unknown, or without the C code."""
+    """Undo the row filters of a PNG in place. Returns RGB; None if a filter is unknown, or without the C code."""
     library = _library()
     if library is None:
         return None
@@ -92,26 +94,26 @@ def unfilter(raw: NDArray[np.uint8], height: int, width: int, channels: int) -> 
 
 
 class Normalizer:
-    """(pixel - 255 mean) / (255 std), in float32; the same operations in the same order wherever it runs."""
+    """(pixel - 255 mean) / (255 std) in float32, with the same operations in the same order in C, NumPy and torch."""
 
     def __init__(self, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
         self.mean = np.array(mean, dtype=np.float64).astype(np.float32) * np.float32(255)
         self.scale = (1 / (np.array(std, dtype=np.float64) * 255)).astype(np.float32)
 
     def __call__(self, pixels: Pixels, to: NDArray[np.float32]) -> None:
-        """Write the normalised pixels, (..., 3), to `to` of the same shape."""
+        """Normalise pixels, (..., 3), into `to`, which has the same shape."""
         library = _library()
         if library is None:
             np.subtract(pixels, self.mean, out=to)
             to *= self.scale
             return
         if not (pixels.flags.c_contiguous and to.flags.c_contiguous and pixels.shape == to.shape):
-            raise ValueError(f"{pixels.shape} into {to.shape}: both must be contiguous and alike")
+            raise ValueError(f"{pixels.shape} into {to.shape}: must be contiguous arrays of the same shape")
         library.sopdist_normalize(
             pixels.ctypes.data, to.ctypes.data, pixels.size // 3, self.mean.ctypes.data, self.scale.ctypes.data
         )
 
     def tensor(self, pixels: Tensor) -> Tensor:
-        """The same for a tensor on any device."""
-        mean, scale = (torch.from_numpy(numbers).to(pixels.device) for numbers in (self.mean, self.scale))
+        """Normalise a tensor on any device."""
+        mean, scale = (torch.from_numpy(values).to(pixels.device) for values in (self.mean, self.scale))
         return (pixels - mean) * scale

@@ -1,6 +1,6 @@
-"""Ordinary PNGs, without Pillow, whose own work is most of the time where images are small.
+"""Decodes ordinary PNGs without Pillow, whose overhead dominates for small images.
 
-Anything unusual is left to Pillow, which also has the words for what is wrong.
+Unusual files are left to Pillow, which also describes what is wrong with them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _CHANNELS = {0: 1, 2: 3}  # colour types: grey, RGB
 
 
 def decode_png(data: bytes) -> Pixels | None:
-    """Decode 8-bit grey or RGB to (height, width, 3); None if it is another kind, damaged, or no C code was built."""
+    """Decode 8-bit grey or RGB to (height, width, 3). None for other kinds, damaged files, or without the C code."""
     try:
         width, height, depth, colour, _, _, interlace = struct.unpack_from(">IIBBBBB", data, 16)
         if depth != 8 or colour not in _CHANNELS or interlace:
@@ -29,7 +29,7 @@ def decode_png(data: bytes) -> Pixels | None:
                 if zlib.crc32(body) != struct.unpack_from(">I", data, at + 8 + length)[0]:
                     return None
                 parts.append(body[4:])
-            elif kind not in (b"IHDR", b"PLTE") and kind[0] < ord("a"):  # a chunk that must not be passed over
+            elif kind not in (b"IHDR", b"PLTE") and kind[0] < ord("a"):  # a critical chunk, which must not be skipped
                 return None
             at += 12 + length
         channels = _CHANNELS[colour]

@@ -1,4 +1,4 @@
-"""What goes into a decoder and what comes out of it; and the reading of encoded samples, which both decoders share."""
+"""The input and output types of a decoder, and the reading of encoded samples, which both decoders share."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ...errors import DataError, StoreError
 from ..augment.recipes import Boxes, Recipe
-from ..errors import DataError, StoreError
 from ..headers import ImageHeader, read_header
 from ..split import Split
 
@@ -21,12 +21,12 @@ class Request:
     """A batch to be decoded."""
 
     index: NDArray[np.int64]  # (B,)
-    uniforms: tuple[NDArray[np.float64], ...]  # (B, 24) for each view; none: the single view of an evaluation
-    draws: NDArray[np.float64] | None = None  # (B, POLICY_DRAWS): of the strong view, which is the second
+    uniforms: tuple[NDArray[np.float64], ...]  # (B, 24) for each view; empty: the single view of an evaluation
+    draws: NDArray[np.float64] | None = None  # (B, POLICY_DRAWS): for the strong view, which is the second
 
     @property
     def views(self) -> int:
-        """How many pictures of each sample are wanted."""
+        """The number of views of each sample."""
         return max(1, len(self.uniforms))
 
 
@@ -40,7 +40,7 @@ class BadSample:
 
 
 class Encoded(NamedTuple):
-    """A sample as it is in its shard, with its header, checked."""
+    """A sample as stored in its shard, and its image header, which has been checked."""
 
     data: bytes
     header: ImageHeader
@@ -48,33 +48,33 @@ class Encoded(NamedTuple):
 
 @dataclass(frozen=True)
 class Decoded:
-    """A decoded batch. The picture of a bad sample is all 0."""
+    """A decoded batch. The images of bad samples are all 0."""
 
     views: list[Tensor]  # float32 (B, 3, size, size), normalised, channels last in memory
     bad: dict[int, BadSample]  # by position in the batch
 
 
 class Decoder(Protocol):
-    """Decodes batches in the order in which they are submitted, working ahead in the background."""
+    """Decodes batches in the background, in the order in which they are submitted."""
 
     def submit(self, request: Request) -> None:
-        """Start on a batch."""
+        """Start decoding a batch."""
 
     def collect(self) -> Decoded:
-        """Wait for the oldest batch that was submitted."""
+        """Wait for the oldest submitted batch and return it."""
 
     def discard(self) -> None:
-        """Forget the batches that were submitted and not collected."""
+        """Drop all batches that were submitted and not collected."""
 
     def close(self) -> None:
         """Stop all threads."""
 
     def held_bytes(self) -> int:
-        """Memory held for batches: encoded ones under way and the buffers of decoded ones."""
+        """Memory held for batches: pending encoded ones and the buffers of decoded ones."""
 
 
 def read_sample(split: Split, index: int, max_pixels: int) -> Encoded | BadSample:
-    """Read a sample and its image header. StoreError passes: it is not the sample that is bad."""
+    """Read a sample and its image header. StoreError propagates, because the sample is not at fault."""
     try:
         data = split.image(index)
         return Encoded(data, read_header(data, max_pixels))
@@ -85,15 +85,15 @@ def read_sample(split: Split, index: int, max_pixels: int) -> Encoded | BadSampl
 
 
 def bad_sample(split: Split, index: int, error: Exception) -> BadSample:
-    """A record of what is wrong with which sample."""
+    """Describe a bad sample: which one, and what is wrong with it."""
     return BadSample(index, split.where(index), str(error))
 
 
 def choose_boxes(
     recipe: Recipe, headers: Sequence[ImageHeader], uniforms: Sequence[NDArray[np.float64]]
 ) -> list[tuple[Boxes, NDArray[np.bool_]]]:
-    """Boxes and mirroring for each view; without random numbers, those of evaluation."""
+    """Boxes and mirroring for each view; without `uniforms`, those of evaluation."""
     width, height = np.array([(header.width, header.height) for header in headers], np.int64).reshape(-1, 2).T
     if not uniforms:
         return [(recipe.evaluation_boxes(width, height), np.zeros(len(headers), dtype=bool))]
-    return [recipe.training_boxes(width, height, numbers) for numbers in uniforms]
+    return [recipe.training_boxes(width, height, draws) for draws in uniforms]

@@ -1,4 +1,4 @@
-"""The strong view on a CPU: the policy, a few images at a time, called by many threads."""
+"""The strong view on the CPU, for a few images at a time; called from several threads."""
 
 from __future__ import annotations
 
@@ -13,6 +13,6 @@ from .pixels import Normalizer, Pixels
 def strong_view(
     pixels: Pixels, draws: NDArray[np.float64], policy: Policy, normalize: Normalizer, to: NDArray[np.float32]
 ) -> None:
-    """Apply the policy to (n, size, size, 3) bytes and write them, normalised, to `to`."""
-    changed = apply_policy(torch.from_numpy(pixels), torch.from_numpy(draws), policy)
-    normalize(changed.numpy(), to)
+    """Apply the policy to images, uint8 (n, size, size, 3), and write them, normalised, to `to`."""
+    strong = apply_policy(torch.from_numpy(pixels), torch.from_numpy(draws), policy)
+    normalize(strong.numpy(), to)

@@ -1,4 +1,4 @@
-"""Threads that decode. They end with the process, whatever they are doing, and never keep it from ending."""
+"""A pool of daemon threads for decoding, which never keeps the process from exiting."""
 
 from __future__ import annotations
 
@@ -12,38 +12,37 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..errors import DataError
+from ...errors import DataError
 
 T = TypeVar("T")
 
 _Task = tuple["Future[Any]", Callable[..., Any], tuple[Any, ...]]
-_PATIENCE = 10.0  # seconds that closing waits for a thread, which may be in the middle of an image or a download
+_JOIN_TIMEOUT = 10.0  # seconds that closing waits for a thread, which may be busy with an image or a download
 
 
 class Workers:
-    """A pool like concurrent.futures', but of daemon threads, in each of which torch computes alone.
+    """Like `concurrent.futures.ThreadPoolExecutor`, but with daemon threads in which torch is single-threaded.
 
-    `ThreadPoolExecutor` makes the interpreter wait at its end until all work is done, and a download may take for
-    ever. And with torch's usual number of threads, each of ours would get helpers of its own for every operation, all
-    on the same cores.
+    `ThreadPoolExecutor` makes the interpreter wait at exit until all tasks are done, and a download may never finish.
+    With torch's default number of threads, each worker would start its own intra-op threads, all on the same cores.
     """
 
     def __init__(self, threads: int, name: str) -> None:
         self._process = os.getpid()
         self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
-        # A thread's number is set in that thread; but with it, torch also changes what threads to come will get. So
-        # they start one after the other, and then the number is put back.
+        # Each thread calls set_num_threads(1) for itself. But this also changes the default of threads started later,
+        # so start the workers one after the other and then restore the number.
         before = torch.get_num_threads()
-        self._threads = [_start(self._tasks, f"{name}-{number}") for number in range(threads)]
+        self._threads = [_start(self._tasks, f"{name}-{i}") for i in range(threads)]
         torch.set_num_threads(before)
         self.close = weakref.finalize(self, _stop, self._tasks, self._threads, self._process)  # at exit at the latest
 
-    def submit(self, work: Callable[..., T], *args: Any) -> Future[T]:
-        """Let a thread call `work(*args)`."""
+    def submit(self, function: Callable[..., T], *args: Any) -> Future[T]:
+        """Run `function(*args)` in one of the threads."""
         if os.getpid() != self._process:
             raise DataError("a stream was opened before a fork; open it in the process that reads from it")
         future: Future[T] = Future()
-        self._tasks.put((future, work, args))
+        self._tasks.put((future, function, args))
         return future
 
 
@@ -59,17 +58,17 @@ def _run(tasks: SimpleQueue[_Task | None], ready: threading.Event) -> None:
     torch.set_num_threads(1)
     ready.set()
     while (task := tasks.get()) is not None:
-        future, work, args = task
+        future, function, args = task
         if future.set_running_or_notify_cancel():
             try:
-                future.set_result(work(*args))
-            except BaseException as error:  # whoever waits for the result gets it
+                future.set_result(function(*args))
+            except BaseException as error:  # raised in the thread that waits for the result
                 future.set_exception(error)
-        del task, future, work, args  # buffers among them are free again
+        del task, future, function, args  # release the buffers among them
 
 
 def _stop(tasks: SimpleQueue[_Task | None], threads: list[threading.Thread], process: int) -> None:
-    if os.getpid() != process:  # in a forked child there are no such threads
+    if os.getpid() != process:  # a forked child does not have these threads
         return
     while not tasks.empty():
         task = tasks.get()
@@ -78,4 +77,4 @@ def _stop(tasks: SimpleQueue[_Task | None], threads: list[threading.Thread], pro
     for _ in threads:
         tasks.put(None)
     for thread in threads:
-        thread.join(_PATIENCE)
+        thread.join(_JOIN_TIMEOUT)

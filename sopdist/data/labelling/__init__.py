@@ -1,1 +1,1 @@
-"""Making label sets: noise draws, files of users, comparisons."""
+"""Creating and comparing label sets: synthetic noise, label files, differences."""

@@ -1,16 +1,17 @@
-"""Noise draws: from one labelling to a wrong one, as a pure function of (labels, kind, rate, seed).
+"""Synthetic label noise as a pure function of (labels, kind, rate, seed).
 
-A draw must be the same on every machine and with every version of NumPy, or two people with the same seed train on
-different labels. NumPy promises that for the raw words of its bit generators, not for what `Generator` makes of them.
-So a draw takes raw words of Philox-4x64-10 with the key (seed, STREAM) and the counters 1, 2, 3, ..., which give four
-words each; every sample has two of them, in index order:
+The result must be the same on every machine and with every version of NumPy; otherwise two users with the same seed
+would train on different labels. NumPy guarantees this for the raw words of its bit generators, but not for the methods
+of `Generator`. So noise is computed from raw words of Philox-4x64-10 with the key (seed, STREAM) and the counters
+1, 2, 3, ..., which give four words each. Every sample has two words, in index order:
 
-    whether   its upper 53 bits as a number u in [0, 1): the label is drawn anew if u < rate
-    which     which label it gets: modulo the number of choices (the bias is below K / 2^64), or, for a matrix, its
-              upper 53 bits as a number in [0, 1) that is looked up in the cumulated row of the label
+    whether   the upper 53 bits as a number u in [0, 1): the label is resampled if u < rate
+    which     the new label: modulo the number of choices (the bias is below K / 2^64), or, for a matrix, the upper 53
+              bits as a number in [0, 1) that is looked up in the cumulative probabilities of the label's row
 
-Every sample consumes its two words, needed or not. So with the same seed the samples that are drawn anew at a rate of
-0.2 are among those at 0.4 and get the same labels there, and an unknown label, which stays unknown, shifts nothing.
+Every sample consumes its two words, whether needed or not. So with the same seed, the labels resampled at rate 0.2 are
+a subset of those resampled at 0.4 and get the same new labels, and an unknown label, which stays unknown, does not
+affect other samples.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import DataError
+from ...errors import DataError
 from ..labels import UNKNOWN, Labels
 
-STREAM = int.from_bytes(b"labels", "big")  # apart from all else that is drawn with the same seed
+STREAM = int.from_bytes(b"labels", "big")  # separates label noise from other random numbers with the same seed
 SEEDS = 1 << 64
-_ROW_TOLERANCE = 1e-6  # how far a row of a matrix may be from a sum of 1: decimals of a text file
+_ROW_TOLERANCE = 1e-6  # largest difference of a row sum from 1: matrices in text files are rounded
 
 Words = NDArray[np.uint64]
 
@@ -40,16 +41,16 @@ PRESETS = {
 
 
 def draw_symmetric(labels: Labels, classes: int, rate: float, seed: int) -> Labels:
-    """With probability `rate`, draw anew over all classes, the old one included: rate * (1 - 1/K) become wrong."""
+    """With probability `rate`, resample from all classes, including the old one: rate * (1 - 1/K) become wrong."""
     whether, which = _words(seed, len(labels))
     new = (which % np.uint64(classes)).astype(np.int32)
     return _replace(labels, new, _uniform(whether) < _checked(rate))
 
 
 def draw_exclusive(labels: Labels, classes: int, rate: float, seed: int) -> Labels:
-    """With probability `rate`, draw anew over all classes but the old one: `rate` become wrong."""
+    """With probability `rate`, resample from all classes except the old one: `rate` become wrong."""
     if classes < 2:
-        raise DataError("exclusive noise needs at least two classes: with one there is no other label to give")
+        raise DataError("exclusive noise needs at least two classes")
     whether, which = _words(seed, len(labels))
     new = (which % np.uint64(classes - 1)).astype(np.int32)
     new += new >= labels  # skip the old one
@@ -57,40 +58,40 @@ def draw_exclusive(labels: Labels, classes: int, rate: float, seed: int) -> Labe
 
 
 def draw_pairs(labels: Labels, pairs: Mapping[int, int], classes: int, rate: float, seed: int) -> Labels:
-    """With probability `rate`, a label that is a key of `pairs` becomes its value; all others stay."""
+    """With probability `rate`, replace a label that is a key of `pairs` by its value; other labels do not change."""
     whether, _ = _words(seed, len(labels))
     targets = np.arange(classes, dtype=np.int32)
     for source, target in pairs.items():
         if not (0 <= source < classes and 0 <= target < classes):
-            raise DataError(f"pair {source}:{target}: classes are 0 to {classes - 1}")
+            raise DataError(f"pair {source}:{target}: classes must be from 0 to {classes - 1}")
         targets[source] = target
     return _replace(labels, targets[labels], _uniform(whether) < _checked(rate))
 
 
 def draw_matrix(labels: Labels, matrix: NDArray[Any], seed: int) -> Labels:
-    """A label k becomes j with probability `matrix[k, j]`; see `check_matrix`."""
+    """Replace label k by j with probability `matrix[k, j]`; see `check_matrix`."""
     _, which = _words(seed, len(labels))
-    cumulated = np.cumsum(matrix, axis=1)  # (K, K); one after the other, so the same bits everywhere
-    cumulated /= cumulated[:, -1:]
+    cumulative = np.cumsum(matrix, axis=1)  # (K, K); summed sequentially, so the bits are the same everywhere
+    cumulative /= cumulative[:, -1:]
     uniform = _uniform(which)
     new = np.full_like(labels, UNKNOWN)
-    # Samples of the same label stand together in `order`, so that each row is searched once.
+    # `order` groups samples by label, so that each row is searched once.
     order = np.argsort(labels, kind="stable")
     ends = np.searchsorted(labels, np.arange(-1, len(matrix)), side="right", sorter=order)
-    for label, (begin, end) in enumerate(itertools.pairwise(ends)):
-        of_label = order[begin:end]
-        # The first class whose cumulated probability is above u; one of probability 0 is never that.
-        new[of_label] = np.searchsorted(cumulated[label], uniform[of_label], side="right")
+    for label, (start, stop) in enumerate(itertools.pairwise(ends)):
+        of_label = order[start:stop]
+        # The first class whose cumulative probability exceeds u; it never has probability 0.
+        new[of_label] = np.searchsorted(cumulative[label], uniform[of_label], side="right")
     return new
 
 
 def preset_pairs(preset: str, classes: int) -> dict[int, int]:
-    """The pairs of a preset: one of PRESETS."""
+    """The pairs of a preset, which must be in PRESETS."""
     needed = {"cifar10": 10, "cifar100": 100}.get(preset, classes)
     if classes != needed:
-        raise DataError(f"--preset {preset}: made for {needed} classes, the split has {classes}; use --pairs")
+        raise DataError(f"--preset {preset}: needs {needed} classes, the split has {classes}; use --pairs")
     if classes < 2:
-        raise DataError(f"--preset {preset}: needs at least two classes: with one there is no other label to give")
+        raise DataError(f"--preset {preset}: needs at least two classes")
     if preset == "cifar10":
         return dict(CIFAR10_PAIRS)
     block = 5 if preset == "cifar100" else classes
@@ -98,7 +99,7 @@ def preset_pairs(preset: str, classes: int) -> dict[int, int]:
 
 
 def check_matrix(matrix: NDArray[Any], classes: int, where: str) -> NDArray[np.float64]:
-    """K x K probabilities, each row with a sum of 1; returns them as float64."""
+    """Check for K x K probabilities whose rows sum to 1; returns them as float64."""
     if matrix.shape != (classes, classes) or matrix.dtype.kind not in "fiu":
         raise DataError(f"{where}: {matrix.dtype} of shape {matrix.shape}, expected {classes} x {classes} numbers")
     matrix = matrix.astype(np.float64)
@@ -110,14 +111,14 @@ def check_matrix(matrix: NDArray[Any], classes: int, where: str) -> NDArray[np.f
     off = np.flatnonzero(~(np.abs(sums - 1) <= _ROW_TOLERANCE))
     if len(off):
         raise DataError(
-            f"{where}: row {off[0]} (from 0) has the sum {sums[off[0]]:.8g}, not 1 ({len(off)} such rows); "
-            "row k must hold the probabilities of what a label k becomes"
+            f"{where}: row {off[0]} (from 0) sums to {sums[off[0]]:.8g}, not 1 ({len(off)} such rows); "
+            "row k must hold the probabilities of the labels that replace label k"
         )
     return matrix
 
 
 def measured_rate(before: Labels, after: Labels) -> float:
-    """The share of known labels that differ; 0 if none is known."""
+    """Fraction of labels that differ, among those known in both; 0 if there are none."""
     known = (before != UNKNOWN) & (after != UNKNOWN)
     return float((before != after)[known].mean()) if known.any() else 0.0
 
@@ -131,9 +132,8 @@ def _words(seed: int, samples: int) -> tuple[Words, Words]:
 
 
 def _uniform(words: Words) -> NDArray[np.float64]:
-    return (words >> np.uint64(11)).astype(
-        np.float64
-    ) * 2.0**-53  # exact: no rounding, so no difference between machines
+    # Exact: there is no rounding, so no difference between machines.
+    return (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def _checked(rate: float) -> float:
@@ -142,5 +142,5 @@ def _checked(rate: float) -> float:
     return rate
 
 
-def _replace(labels: Labels, new: Labels, redrawn: NDArray[np.bool_]) -> Labels:
-    return np.where(redrawn & (labels != UNKNOWN), new, labels).astype(np.int32)
+def _replace(labels: Labels, new: Labels, resampled: NDArray[np.bool_]) -> Labels:
+    return np.where(resampled & (labels != UNKNOWN), new, labels).astype(np.int32)

@@ -1,1 +1,1 @@
-"""`sopdist prepare`: from the images of a source to shards."""
+"""`sopdist prepare`: converts the images of a source to shards."""

@@ -1,13 +1,14 @@
-"""What a run of `sopdist prepare` is, and what it leaves in a split's folder so that the next run can tell.
+"""The job of a run of `sopdist prepare`, and the files in a split's folder that allow the next run to resume it.
 
-    prepare.json         while at work: the job, that is all that decides the bytes of the shards
-    shard-000123.done    while at work: this shard is whole; what is in it, and what was skipped
-    source.json          when complete, beside the manifest: the job, and how many images were skipped
-    skipped.txt          path and reason of each image that was left out
+    prepare.json         during the run: the job, i.e. everything that determines the bytes of the shards
+    shard-000123.done    during the run: this shard is complete; its size, checksum and skipped images
+    source.json          when complete, next to the manifest: the job and the number of skipped images
+    skipped.txt          path and reason of each skipped image
 
-and beside the splits' folders, while at work, `.overwritten-by-NAME`: the run NAME has overwritten all that it is to.
+During the run, the parent folder also has `.overwritten-by-NAME` once run NAME of --overwrite-once has overwritten the
+splits.
 
-Only files of these names, shards and label sets are ever deleted.
+Only files with these names, shards and label sets are ever deleted.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from ...files import PART_SUFFIX, write_whole
+from ...errors import DataError
+from ...files import PART_SUFFIX, write_atomic
 from .. import labels
-from ..errors import DataError
 from ..manifest import MANIFEST, index_name, read_manifest, shard_name
 from ..sources.order import Order
 from ..sources.source import SourceSplit
@@ -46,30 +47,30 @@ Job = dict[str, Any]
 
 @dataclass(frozen=True)
 class Options:
-    """How to prepare."""
+    """Options of `sopdist prepare`."""
 
-    resize: int | None = None  # longest short side; None: images as they are
+    resize: int | None = None  # maximum length of the short side; None: do not resize
     quality: int = QUALITY  # of the JPEGs that resizing writes
     samples_per_shard: int = 1000
     workers: int = 1
-    max_bad: float = 0.01  # share of a split's images that may be unusable
-    order: Order = "auto"  # in which images go into shards; see sources/order.py
+    max_bad: float = 0.01  # fraction of a split's images that may be unusable
+    order: Order = "auto"  # of the images in the shards; see sources/order.py
     overwrite: bool = False
-    overwrite_once: str = ""  # the name of a run that overwrites when it is first started, and goes on after that
+    overwrite_once: str = ""  # name of a run that overwrites when first started, and resumes after that
 
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """What is known of a finished shard. One without samples has no tar: all of its images were skipped."""
+    """Record of a finished shard. A shard without samples has no tar: all of its images were skipped."""
 
     samples: int
     bytes: int
     sha256: str
-    skipped: tuple[tuple[int, str], ...]  # number in the source, reason
+    skipped: tuple[tuple[int, str], ...]  # position in the source, reason
 
 
 def readable(path: str) -> str:
-    """The path as it is, or percent-encoded if it is not UTF-8 or would break a line of text."""
+    """The path, percent-encoded if it is not UTF-8 or contains control characters."""
     try:
         path.encode()
     except UnicodeEncodeError:
@@ -78,7 +79,7 @@ def readable(path: str) -> str:
 
 
 def describe(source: str, split: SourceSplit, options: Options) -> Job:
-    """All that decides the bytes of the split's shards and label sets, short of the images themselves."""
+    """Everything that determines the bytes of the shards and label sets, except the images themselves."""
     return {
         "source": source,
         "dataset": readable(split.dataset),
@@ -99,7 +100,7 @@ def describe(source: str, split: SourceSplit, options: Options) -> Job:
 
 
 def is_complete(folder: Path, job: Job, overwrite: bool) -> bool:
-    """Is this job done already, but perhaps for label sets? DataError if the folder must not be written to."""
+    """Whether this job is complete, except perhaps for label sets. Raises DataError if the folder must not change."""
     if not folder.exists():
         return False
     if not folder.is_dir():
@@ -108,33 +109,33 @@ def is_complete(folder: Path, job: Job, overwrite: bool) -> bool:
     if not names:
         return False
     if not names & {_JOB, _SOURCE}:
-        _refuse_what_is_not_ours(folder, names)
+        _refuse_foreign_files(folder, names)
     if overwrite:
         return False
-    start_anew = "; to delete what is there and start anew, add --overwrite"
+    advice = "; to delete it and start from scratch, add --overwrite"
     if MANIFEST not in names and _JOB not in names:
-        raise DataError(f"{folder}: has lost its {MANIFEST}; put it back{start_anew}")
-    there = _read_source(folder).get("job") if MANIFEST in names else _read_json(folder / _JOB)
-    if MANIFEST in names and _differ_in_label_sets_only(there, job):
+        raise DataError(f"{folder}: its {MANIFEST} is missing; restore it{advice}")
+    found = _read_source(folder).get("job") if MANIFEST in names else _read_json(folder / _JOB)
+    if MANIFEST in names and _differ_only_in_label_sets(found, job):
         return True
-    if there != job:
-        state = "prepared" if MANIFEST in names else "begun"
-        raise DataError(f"{folder}: was {state} differently: {_differences(there, job)}{start_anew}")
+    if found != job:
+        state = "prepared" if MANIFEST in names else "started"
+        raise DataError(f"{folder}: was {state} differently: {_differences(found, job)}{advice}")
     return MANIFEST in names
 
 
 def start_over(folder: Path, job: Job) -> None:
-    """Nothing that is there counts any more: from now on the folder is that of this job, which has just begun."""
+    """Invalidate everything in the folder and start this job in it."""
     folder.mkdir(parents=True, exist_ok=True)
-    # What makes a split look complete goes first, what makes a shard look finished next.
+    # First remove the file that makes the split look complete, then those that make shards look finished.
     (folder / MANIFEST).unlink(missing_ok=True)
     for path in folder.glob("shard-*.done"):
         path.unlink()
-    write_whole(folder / _JOB, _as_json(job))
+    write_atomic(folder / _JOB, _as_json(job))
 
 
-def begin(folder: Path, job: Job) -> dict[int, ShardRecord]:
-    """Make the folder ready for the job; returns the shards that an earlier run finished."""
+def start(folder: Path, job: Job) -> dict[int, ShardRecord]:
+    """Prepare the folder for the job; returns the shards that an earlier run finished."""
     if not (folder / _JOB).exists():
         start_over(folder, job)
     done = {}
@@ -142,76 +143,76 @@ def begin(folder: Path, job: Job) -> dict[int, ShardRecord]:
         record = _read_record(folder, number)
         if record is not None:
             done[number] = record
-    _sweep(folder, keep={_JOB, *(name for number in done for name in _files_of(number))})
+    _delete_others(folder, keep={_JOB, *(name for number in done for name in _files_of(number))})
     return done
 
 
 def write_record(folder: Path, number: int, record: ShardRecord) -> None:
-    """Say that a shard is finished; the last thing that is written of it."""
-    write_whole(folder / _done_name(number), _as_json(asdict(record)))
+    """Mark a shard as finished. This is the last file written for a shard."""
+    write_atomic(folder / _done_name(number), _as_json(asdict(record)))
 
 
 def drop_record(folder: Path, number: int) -> None:
-    """A shard has to be written again."""
+    """Mark a shard as unfinished."""
     (folder / _done_name(number)).unlink(missing_ok=True)
 
 
 def write_source(folder: Path, job: Job, skipped: int) -> None:
-    """Say what the split was made from; just before the manifest is written."""
-    write_whole(folder / _SOURCE, _as_json({"job": job, "skipped": skipped}))
+    """Write the job of the split and the number of skipped images, just before the manifest."""
+    write_atomic(folder / _SOURCE, _as_json({"job": job, "skipped": skipped}))
 
 
 def missing_label_sets(folder: Path, job: Job) -> list[str]:
-    """Which label sets of the job a complete split was made without."""
-    there = _read_source(folder).get("job", {}).get("labels", {})
-    return [name for name in job["labels"] if name not in there]
+    """Label sets of the job that a complete split was prepared without."""
+    existing = _read_source(folder).get("job", {}).get("labels", {})
+    return [name for name in job["labels"] if name not in existing]
 
 
-def note_label_sets(folder: Path, job: Job) -> None:
-    """A complete split has the label sets of this job, too, now."""
+def record_label_sets(folder: Path, job: Job) -> None:
+    """Record that a complete split now also has the label sets of this job."""
     source = _read_source(folder)
     source["job"]["labels"] = dict(sorted({**source["job"]["labels"], **job["labels"]}.items()))
-    write_whole(folder / _SOURCE, _as_json(source))
+    write_atomic(folder / _SOURCE, _as_json(source))
 
 
 def skipped_count(folder: Path) -> int:
-    """How many images a complete split left out."""
+    """Number of images that were skipped in a complete split."""
     count = _read_source(folder).get("skipped")
     return count if isinstance(count, int) else 0
 
 
-def forget_work(folder: Path) -> None:
-    """The manifest says it all now: remove what only served to go on after an interrupt."""
+def remove_work_files(folder: Path) -> None:
+    """Remove the files that are only needed to resume; the manifest replaces them."""
     for path in folder.glob("shard-*.done"):
         path.unlink()
-    if (folder / _JOB).exists():  # to delete what is absent is an error, too, where nothing may be written
+    if (folder / _JOB).exists():  # on a read-only file system, even deleting a missing file is an error
         (folder / _JOB).unlink()
 
 
-def overwritten_by(out: Path, name: str) -> Path:
-    """The file that says that a run has overwritten its splits, and must not do so again."""
+def overwrite_stamp(out: Path, name: str) -> Path:
+    """The file that marks that run `name` has overwritten its splits and must not do so again."""
     return out / f".overwritten-by-{name}"
 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Refuse a second run in the same folder: it would take the first one's unfinished files for left-overs."""
+    """Refuse a second run in the same folder: it would delete the unfinished files of the first one."""
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise DataError(f"{folder}: another `sopdist prepare` is at work here") from None
+            raise DataError(f"{folder}: another `sopdist prepare` is running here") from None
         except OSError:
-            pass  # a file system without locks: then it is up to the user
+            pass  # a file system without locks: the user must take care
         yield
     finally:
         os.close(descriptor)
 
 
-def _refuse_what_is_not_ours(folder: Path, names: set[str]) -> None:
-    """A manifest alone will do, as a split that was copied without the rest is still one."""
+def _refuse_foreign_files(folder: Path, names: set[str]) -> None:
+    """Refuse a folder that is not a split. A valid manifest suffices: other files may be missing in a copied split."""
     if MANIFEST in names:
         try:
             read_manifest(folder)
@@ -221,34 +222,34 @@ def _refuse_what_is_not_ours(folder: Path, names: set[str]) -> None:
             return
     some = ", ".join(sorted(map(readable, names))[:3])
     raise DataError(
-        f"{folder}: not empty, and not made by `sopdist prepare` (it has {some}); choose another --out or empty it"
+        f"{folder}: not empty, and not created by `sopdist prepare` (it has {some}); choose another --out or empty it"
     )
 
 
-def _differ_in_label_sets_only(there: Any, wanted: Job) -> bool:
-    """Are these the same samples, with the same labels in the sets that both have? Others need no other shards."""
-    if not isinstance(there, dict) or not isinstance(there.get("labels"), dict):
+def _differ_only_in_label_sets(found: Any, wanted: Job) -> bool:
+    """Whether both jobs have the same shards, and the same labels in the label sets that both have."""
+    if not isinstance(found, dict) or not isinstance(found.get("labels"), dict):
         return False
-    both = there["labels"].keys() & wanted["labels"].keys()
-    same = all(there["labels"][name] == wanted["labels"][name] for name in both)
-    return same and {**there, "labels": None} == {**wanted, "labels": None}
+    both = found["labels"].keys() & wanted["labels"].keys()
+    same = all(found["labels"][name] == wanted["labels"][name] for name in both)
+    return same and {**found, "labels": None} == {**wanted, "labels": None}
 
 
-def _differences(there: Any, wanted: Job) -> str:
-    if not isinstance(there, dict):
-        return "it is not known how"
-    differing = [name for name in wanted if there.get(name) != wanted[name]]
-    differing += sorted(there.keys() - wanted.keys())
-    told = []
+def _differences(found: Any, wanted: Job) -> str:
+    if not isinstance(found, dict):
+        return "its options are not known"
+    differing = [name for name in wanted if found.get(name) != wanted[name]]
+    differing += sorted(found.keys() - wanted.keys())
+    texts = []
     for name in differing:
-        values = [repr(fields.get(name)) for fields in (there, wanted)]
+        values = [repr(fields.get(name)) for fields in (found, wanted)]
         short = max(map(len, values)) <= 40  # not checksums and lists of classes
-        told.append(f"{name} (there {values[0]}, now {values[1]})" if short else name)
-    return ", ".join(told)
+        texts.append(f"{name} (was {values[0]}, now {values[1]})" if short else name)
+    return ", ".join(texts)
 
 
-def _sweep(folder: Path, keep: set[str]) -> None:
-    """Delete all of our files but `keep`. Without a manifest no label set can be valid, so they go, too."""
+def _delete_others(folder: Path, keep: set[str]) -> None:
+    """Delete all of our files except `keep`, and all label sets, which are not valid without a manifest."""
     for path in folder.iterdir():
         if _OURS.fullmatch(path.name) and path.name not in keep:
             path.unlink()
@@ -268,15 +269,15 @@ def _files_of(number: int) -> tuple[str, str, str]:
 
 
 def _read_record(folder: Path, number: int) -> ShardRecord | None:
-    """None if the shard is not finished, or if its files are not as they were."""
+    """The record of a finished shard; None if it is not finished, or if its files have changed."""
     tar, index, done = (folder / name for name in _files_of(number))
     try:
         fields = json.loads(done.read_bytes())
         record = ShardRecord(**{**fields, "skipped": tuple((int(n), str(why)) for n, why in fields["skipped"])})
-        whole = record.samples == 0 or (tar.stat().st_size == record.bytes and index.stat().st_size > 0)
+        intact = record.samples == 0 or (tar.stat().st_size == record.bytes and index.stat().st_size > 0)
     except (OSError, ValueError, TypeError, KeyError):
         return None
-    return record if whole else None
+    return record if intact else None
 
 
 def _read_source(folder: Path) -> Job:
@@ -285,7 +286,7 @@ def _read_source(folder: Path) -> Job:
 
 
 def _read_json(path: Path) -> Any:
-    """None if it is absent or damaged: then it is not known what was done, which equals no job."""
+    """The content of a JSON file; None, which differs from every job, if it is missing or damaged."""
     try:
         return json.loads(path.read_bytes())
     except (OSError, ValueError):

@@ -1,6 +1,6 @@
-"""An image as it goes into a shard: byte for byte where possible, otherwise decoded and encoded again.
+"""Conversion of an image for a shard: copied byte for byte if possible, otherwise decoded and encoded again.
 
-Nothing here knows where an image comes from. What Pillow does with damaged or hostile bytes ends here as an ImageError.
+Independent of the image's source. Errors that Pillow raises for damaged or malicious files become ImageError here.
 """
 
 from __future__ import annotations
@@ -14,30 +14,30 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from ..errors import ImageError
+from ...errors import ImageError
 from ..headers import JPEG, MAX_PIXELS, PNG, ImageHeader, read_header
 
 QUALITY = 95
 
-# Only formats that are met as photographs, and no others: Pillow knows some whose decoders start other programs.
+# Only common photo formats: for some others, Pillow's decoders start external programs.
 _STORED = ("JPEG", "PNG", "WEBP")
 _CONVERTED = ("GIF", "BMP", "TIFF")
-_PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")  # what a PNG holds without loss
-_PNG_LEVEL = 6  # named, so that another default of Pillow changes nothing
+_PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")  # modes that PNG stores losslessly
+_PNG_LEVEL = 6  # explicit, so that the bytes do not depend on Pillow's default
 
 
 class Encoded(NamedTuple):
-    """An image that can go into a shard."""
+    """An encoded image, ready for a shard."""
 
     format: str  # one of headers.FORMATS
     content: bytes
 
 
-def fit_for_shard(content: bytes, short_side: int | None = None, quality: int = QUALITY) -> Encoded:
-    """JPEG, PNG and WebP as they are, GIF, BMP and TIFF as PNG; with `short_side` as JPEG of at most that size.
+def encode_for_shard(content: bytes, short_side: int | None = None, quality: int = QUALITY) -> Encoded:
+    """Keep JPEG, PNG and WebP as they are and convert GIF, BMP and TIFF to PNG; shrink to `short_side` as JPEG.
 
-    ImageError says why an image cannot be used. What is small enough already is never decoded. To be called inside of
-    strict_pillow, which sets the limits.
+    Images that are already small enough are never decoded. Raises ImageError with the reason if an image cannot be
+    used. Call it inside `strict_pillow`, which sets the limits.
     """
     try:
         header = read_header(content)
@@ -49,7 +49,7 @@ def fit_for_shard(content: bytes, short_side: int | None = None, quality: int = 
 
 
 def encode_png(image: Image.Image) -> bytes:
-    """The image as PNG; the same pixels give the same bytes."""
+    """Encode as PNG; the same pixels always give the same bytes."""
     buffer = io.BytesIO()
     image.save(buffer, "PNG", compress_level=_PNG_LEVEL)
     return buffer.getvalue()
@@ -57,9 +57,9 @@ def encode_png(image: Image.Image) -> bytes:
 
 @contextmanager
 def strict_pillow() -> Iterator[None]:
-    """Pillow refuses as many pixels as we do. Its warnings, which name no file, are not shown.
+    """Apply our pixel limit to Pillow, and hide its warnings, which do not name the file.
 
-    Limit and warning filters belong to the whole process: enter this once, before threads start that decode.
+    The limit and the warning filters are global to the process: enter this once, before starting threads that decode.
     """
     limit = Image.MAX_IMAGE_PIXELS
     with warnings.catch_warnings():
@@ -73,19 +73,20 @@ def strict_pillow() -> Iterator[None]:
 
 
 def _shrink(content: bytes, header: ImageHeader, short_side: int, quality: int) -> bytes:
-    from ..decode.images import to_rgb, upright  # here, because it loads torch: most runs have no need of it
+    from ..decode.images import to_rgb, upright  # imported here, because it imports torch, which most runs do not need
 
     with _decoding(), Image.open(io.BytesIO(content), formats=_STORED) as image:
         width, height = _shrunk(image.size, short_side)
-        # A JPEG decoder halves at next to no cost. Stop at twice the final size: the rest is for the better filter.
+        # A JPEG decoder downscales by powers of two at almost no cost. Stop at twice the final size, and leave the rest
+        # to the better filter.
         image.draft(None, (2 * width, 2 * height))
         rgb = to_rgb(image).resize((width, height), Image.Resampling.BICUBIC)
-        # By our own reading of the header, which the decoders of training share; Pillow also believes XMP.
+        # Use our own header parser, as the training decoders do; Pillow also honours XMP.
         return _encode_jpeg(Image.fromarray(upright(np.asarray(rgb), header.orientation)), quality)
 
 
 def _convert(content: bytes, reason: ImageError, short_side: int | None, quality: int) -> Encoded:
-    """GIF, BMP or TIFF, first frame; for all others `reason`, why the header was refused, stands."""
+    """Convert the first frame of a GIF, BMP or TIFF; for all other files, raise `reason`, the error of the header."""
     from ..decode.images import to_rgb
 
     with _decoding(), _open_other(content, reason) as opened:
@@ -126,5 +127,5 @@ def _decoding() -> Iterator[None]:
         raise
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
         raise ImageError(f"more than the {Image.MAX_IMAGE_PIXELS:,} pixels allowed") from None
-    except Exception as error:  # damaged bytes make a decoder raise nearly anything
+    except Exception as error:  # damaged files make decoders raise nearly anything
         raise ImageError(f"cannot be decoded: {error}") from None

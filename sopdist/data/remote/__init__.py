@@ -1,1 +1,1 @@
-"""Splits at a remote address, behind a cache on a local disk."""
+"""Remote splits, read through a cache on a local disk."""

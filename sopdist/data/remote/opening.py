@@ -1,4 +1,4 @@
-"""From what a user writes as the address of a split to the store that serves it."""
+"""Opens the store of a split, given its path or URL."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from .cache import Cache
 from .store import RemoteStore
 from .transfer import PIPE
 
-MOST_BY_DEFAULT = 100 << 30
+DEFAULT_LIMIT = 100 << 30
 
 
 def open_store(root: str | Path, cache: Path | None = None, limit_bytes: int | None = None) -> Store:
-    """The store of a split: a local folder, or a URL or `pipe:COMMAND` behind a cache.
+    """Open the store of a split: a local folder, or a URL or `pipe:COMMAND` with a cache.
 
-    The cache is `~/.cache/sopdist` (or in $XDG_CACHE_HOME) unless told otherwise. Its limit is 100 GiB unless told
-    otherwise, but not more than half of what the disk has left.
+    The default cache folder is `~/.cache/sopdist` (or `$XDG_CACHE_HOME/sopdist`). The default limit is 100 GiB, but at
+    most half of the free disk space.
     """
     if not isinstance(root, str) or not (root.startswith(PIPE) or "://" in root):
         return LocalStore(Path(root))
@@ -28,7 +28,7 @@ def open_store(root: str | Path, cache: Path | None = None, limit_bytes: int | N
 
 
 def _default_limit(cache: Path) -> int:
-    there = Cache(cache, MOST_BY_DEFAULT)
-    with there.changing():  # what is cached already does not count as taken, or the limit would shrink run by run
-        cached = sum(entry.bytes for entry in there.survey().values())
-    return min(MOST_BY_DEFAULT, (shutil.disk_usage(cache).free + cached) // 2)
+    existing = Cache(cache, DEFAULT_LIMIT)
+    with existing.locked():  # count cached files as free space, or the limit would shrink from run to run
+        cached = sum(entry.bytes for entry in existing.scan().values())
+    return min(DEFAULT_LIMIT, (shutil.disk_usage(cache).free + cached) // 2)

@@ -1,16 +1,16 @@
-"""Clothing1M: a million photographs of clothes from web shops, labelled by the text around them. 14 classes.
+"""Clothing1M: a million photos of clothes from online shops, labelled from the surrounding text. 14 classes.
 
-Expected under --root (the .txt files there, or in annotations/):
+Expected layout under --root (the .txt files directly in it, or in annotations/):
 
-  category_names_eng.txt        14 names, one a line
+  category_names_eng.txt        14 class names, one per line
   noisy_label_kv.txt            images/0/51/1234,5678.jpg 3
-  clean_label_kv.txt            the same, labelled by people
+  clean_label_kv.txt            the same, labelled by humans
   noisy_train_key_list.txt      images/0/51/1234,5678.jpg
   clean_train_key_list.txt, clean_val_key_list.txt, clean_test_key_list.txt
-  images/...                    any levels below; or --root is itself the images folder
+  images/...                    with any subfolders; --root may also be the images folder itself
 
-Splits: train (noisy_train_key_list.txt, in its order), clean_train, val, test. Label sets: given, and clean, which in
-train is known for the images that people labelled, too, and -1 for all others.
+Splits: train (noisy_train_key_list.txt, in its order), clean_train, val, test. Label sets: given and clean. In train,
+clean is known only for the images that humans labelled, too, and is -1 for all others.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import DataError
+from ...errors import DataError
 from ..labels import CLEAN, GIVEN, UNKNOWN
 from .lists import find_files, read_labelled, read_names, read_paths, reader, root_of
-from .source import SourceSplit, asked_for
+from .source import SourceSplit, select_splits
 
 CLASSES = 14
 _DATASET = "clothing1m"
@@ -41,15 +41,15 @@ _KEY_LISTS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """It has no options of its own."""
+    """No options of its own."""
 
 
 def find_splits(args: argparse.Namespace) -> list[SourceSplit]:
     """train, clean_train, val and test."""
     root = root_of(args)
-    names = asked_for(tuple(_KEY_LISTS), args.splits)
+    names = select_splits(tuple(_KEY_LISTS), args.splits)
     kv_of = {name: _NOISY if name == "train" else _CLEAN for name in names}
-    kv_names = dict.fromkeys((*kv_of.values(), _CLEAN))  # some images of train have a clean label, too
+    kv_names = dict.fromkeys((*kv_of.values(), _CLEAN))  # some training images have a clean label, too
     files = _find_lists(root, (_NAMES, *kv_names, *(_KEY_LISTS[name] for name in names)))
     classes = read_names(files[_NAMES], CLASSES)
     labels_in = {kv: read_labelled(files[kv], CLASSES) for kv in kv_names}
@@ -85,7 +85,7 @@ def _labels_of(lines: dict[str, int], label_of: dict[str, int], list_path: Path,
 
 def _find_lists(root: Path, names: Sequence[str]) -> dict[str, Path]:
     folders = [root, root / "annotations"]
-    if root.name == _IMAGES:  # the images folder itself: its lists may lie beside it
+    if root.name == _IMAGES:  # --root is the images folder itself: the lists may be next to it
         folders += [root.parent, root.parent / "annotations"]
     try:
         return find_files(names, folders)
@@ -95,13 +95,16 @@ def _find_lists(root: Path, names: Sequence[str]) -> dict[str, Path]:
             raise DataError(f"{root}: {error}") from None
         raise DataError(
             f"{root}: a copy of Clothing1M sorted into folders ({', '.join(split_folders)}), without the annotation "
-            "files. They fix the order of the images and which of them have both labels, so the folders cannot stand "
-            f"in for them; get the original's .txt files and images/. {error}"
+            "files. These define the order of the images and which images have both labels, so the folders cannot "
+            f"replace them; get the .txt files and images/ of the original data set. {error}"
         ) from None
 
 
 def _prefix_to_drop(root: Path, lines: dict[str, int]) -> str:
-    """Lists say images/...; if --root is the images folder, its files have no such part. One look, not one a file."""
+    """Prefix of listed paths (images/) that is not on disk because --root is the images folder; else empty.
+
+    Decided once, not for each file.
+    """
     if (root / _IMAGES).is_dir():
         return ""
     prefix = f"{_IMAGES}/"
@@ -109,6 +112,6 @@ def _prefix_to_drop(root: Path, lines: dict[str, int]) -> str:
     if any((root / top).exists() for top in tops):
         return prefix
     raise DataError(
-        f"{root}: no images: there is neither a folder {root / _IMAGES} nor, as if --root were that folder, "
+        f"{root}: no images: there is neither a folder {root / _IMAGES} nor, if --root is the images folder itself, "
         f"{root / min(tops)}"
     )

@@ -1,21 +1,21 @@
 """Your own images, with a table of paths and labels.
 
-Expected: --csv FILE (default: labels.csv under --root), in UTF-8, with a header line and a line an image:
+Expected: --csv FILE (default: labels.csv in --root), in UTF-8, with a header line and one line per image:
 
   path,label,clean,split
   photos/a.jpg,cat,dog,train
   "photos/b, c.jpg",dog,,val
 
-path     relative to --root, without .., and only once in a split; links may lead anywhere
-label    the name of a class, or its number; -1 where it is not known
-clean    the true label, if it is known; empty or -1 where it is not (optional column)
-split    train, val, ...; without this column all is train (optional column)
+path     relative to --root, without .., unique within a split; may be a link to any file
+label    name or index of the class; -1 if unknown
+clean    the clean label; empty or -1 if unknown (optional column)
+split    train, val, ...; without this column, all images belong to train (optional column)
 
-Classes: with --classes FILE its lines, in that order; a label is then one of these names, or a line's number from 0.
-Without it, if all labels are numbers, 0 to the greatest; if none is, the names that occur, sorted by their bytes.
-Where names are numbers, too, --as says what is meant.
+Classes: with --classes FILE, its lines, in that order; a label is then one of these names, or a line number from 0.
+Without it, if all labels are numbers, 0 to the largest; if none is, the names that occur, sorted by bytes.
+If class names are numbers, too, --as says what labels are.
 
-Splits: those of the table; where that is train and no val, --val SHARE holds one out. Images keep the order of the
+Splits: those in the table; if there is a train but no val, --val FRACTION holds one out. Images keep the order of the
 table. Label sets: given and, with that column, clean.
 """
 
@@ -33,7 +33,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..errors import DataError
+from ...errors import DataError
 from ..keys import key_of
 from ..labelling.files import NAMES, NUMBERS, ClassReader
 from ..labels import CLEAN, GIVEN, UNKNOWN
@@ -46,34 +46,34 @@ _OTHER_SEPARATORS = {";": "semicolons", "\t": "tabs"}
 _PATH, _LABEL, _CLEAN, _SPLIT = _COLUMNS = ("path", "label", "clean", "split")
 _TRAIN = "train"
 _SPLIT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}")  # it becomes a folder
-_WHOLE = re.compile(r"[0-9]{1,18}")
-_MOST_UNNAMED = 100_000  # a greater number is more likely a mistake than a class
+_INTEGER = re.compile(r"[0-9]{1,18}")
+_MAX_UNNAMED_CLASSES = 100_000  # a larger number is more likely a mistake than a class
 
 
 class _Row(NamedTuple):
-    """An image of the table."""
+    """One image of the table."""
 
     line: int
     path: str
-    label: str  # of both, -1 is unknown
+    label: str  # "-1" if unknown, as in `clean`
     clean: str
     split: str
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The two files, and how to read labels."""
-    parser.add_argument("--csv", type=Path, metavar="FILE", help=f"the table (default: {_DEFAULT} under --root)")
-    parser.add_argument("--classes", type=Path, metavar="FILE", help="names of the classes in order, one a line")
+    """Declare the table, the list of classes, and how labels are written."""
+    parser.add_argument("--csv", type=Path, metavar="FILE", help=f"the table (default: {_DEFAULT} in --root)")
+    parser.add_argument("--classes", type=Path, metavar="FILE", help="class names in order, one per line")
     parser.add_argument(
         "--as",
         dest="written_as",
         choices=(NUMBERS, NAMES),
-        help="what labels are, if names of classes are numbers, too",
+        help="what labels are, if class names are numbers, too",
     )
 
 
 def find_splits(args: argparse.Namespace) -> list[SourceSplit]:
-    """The splits that the table names, in the order in which they first occur."""
+    """The splits in the table, in the order of their first occurrence."""
     root = root_of(args)
     table: Path = args.csv or root / _DEFAULT
     rows = list(_read_rows(table))
@@ -85,8 +85,8 @@ def find_splits(args: argparse.Namespace) -> list[SourceSplit]:
     else:
         classes, written_as = read_names(args.classes), args.written_as
     if len(set(classes)) != len(classes) or not classes:
-        raise DataError(f"{args.classes}: names a class twice, or none at all")
-    reader_of_classes = ClassReader(classes, written_as)
+        raise DataError(f"{args.classes}: lists a class twice, or no classes at all")
+    class_reader = ClassReader(classes, written_as)
     columns = {GIVEN: _LABEL}
     if any(row.clean != _UNKNOWN for row in rows):
         columns[CLEAN] = _CLEAN
@@ -95,8 +95,7 @@ def find_splits(args: argparse.Namespace) -> list[SourceSplit]:
         chosen = [row for row in rows if row.split == split]
         labels = {
             name: [
-                reader_of_classes.number(getattr(row, column), f"{table}, line {row.line}", unknown=True)
-                for row in chosen
+                class_reader.parse(getattr(row, column), f"{table}, line {row.line}", unknown=True) for row in chosen
             ]
             for name, column in columns.items()
         }
@@ -139,15 +138,15 @@ def _text(table: Path) -> str:
     try:
         content = table.read_bytes()
     except OSError as error:
-        raise DataError(f"{table}: cannot be read: {error.strerror}; name the table with --csv") from None
+        raise DataError(f"{table}: cannot be read: {error.strerror}; set --csv to the path of the table") from None
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        rest = error.object  # the content without a byte order mark
+        rest = error.object  # content without the byte order mark
         line = rest.count(b"\n", 0, error.start) + 1
         encoding = "UTF-16" if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "WINDOWS-1252"
         raise DataError(
-            f"{table}, line {line}: not UTF-8 (byte {rest[error.start]:#04x}); convert it, for instance with "
+            f"{table}, line {line}: not UTF-8 (byte {rest[error.start]:#04x}); convert it, e.g. with "
             f"`iconv -f {encoding} -t UTF-8`"
         ) from None
 
@@ -158,10 +157,9 @@ def _columns(fields: list[str], where: str) -> list[str]:
     if wrong or len(set(columns)) != len(columns) or not {_PATH, _LABEL} <= set(columns):
         line = ",".join(fields)
         other = next((name for sign, name in _OTHER_SEPARATORS.items() if sign in line), None)
-        hint = "" if other is None else f"; they must be separated by commas, here it seems to be by {other}"
+        hint = "" if other is None else f"; they must be separated by commas, not by {other}"
         raise DataError(
-            f"{where}: columns {','.join(columns)}; expected {_PATH},{_LABEL} and, if you like, {_CLEAN} and {_SPLIT}"
-            f"{hint}"
+            f"{where}: columns {','.join(columns)}; expected {_PATH},{_LABEL} and optionally {_CLEAN}, {_SPLIT}{hint}"
         )
     return columns
 
@@ -175,7 +173,7 @@ def _row(fields: dict[str, str], line: int, where: str) -> _Row:
     label, clean = fields[_LABEL].strip(), fields.get(_CLEAN, "").strip()
     split = fields.get(_SPLIT, _TRAIN).strip()
     if not label:
-        raise DataError(f"{where}: {path!r} has no label; write {_UNKNOWN} if it is not known")
+        raise DataError(f"{where}: {path!r} has no label; write {_UNKNOWN} if it is unknown")
     if not _SPLIT_NAME.fullmatch(split):
         raise DataError(f"{where}: split {split!r}; use letters, digits, _ and -")
     return _Row(line, path, label, clean or _UNKNOWN, split)
@@ -190,39 +188,40 @@ def _refuse_duplicates(table: Path, rows: list[_Row]) -> None:
 
 
 def _classes(table: Path, rows: Sequence[_Row], written_as: str | None) -> tuple[tuple[str, ...], str]:
-    """Without a list of classes: what occurs, and whether that is numbers or names."""
-    line_of: dict[str, int] = {}  # where each text is first met
+    """Infer the classes from the labels in the table, and whether these are numbers or names."""
+    line_of: dict[str, int] = {}  # line of each label's first occurrence
     for row in rows:
         for text in (row.label, row.clean):
             if text != _UNKNOWN:
                 line_of.setdefault(text, row.line)
     if not line_of:
-        raise DataError(f"{table}: all labels are {_UNKNOWN}, unknown")
+        raise DataError(f"{table}: all labels are {_UNKNOWN} (unknown)")
     if written_as is None:
         written_as = _numbers_or_names(table, line_of)
     if written_as == NAMES:
         return tuple(sorted(line_of, key=os.fsencode)), NAMES
     for text, line in line_of.items():
-        if not _WHOLE.fullmatch(text):
-            raise DataError(f"{table}, line {line}: label {text!r} is not the number of a class")
-    greatest = max(map(int, line_of))
-    if greatest >= _MOST_UNNAMED:
-        raise DataError(f"{table}: label {greatest} would make {greatest + 1:,} classes; name them with --classes")
-    return tuple(str(number) for number in range(greatest + 1)), NUMBERS
+        if not _INTEGER.fullmatch(text):
+            raise DataError(f"{table}, line {line}: label {text!r} is not a class index")
+    largest = max(map(int, line_of))
+    if largest >= _MAX_UNNAMED_CLASSES:
+        raise DataError(f"{table}: label {largest} would make {largest + 1:,} classes; list them with --classes")
+    return tuple(str(label) for label in range(largest + 1)), NUMBERS
 
 
 def _numbers_or_names(table: Path, line_of: dict[str, int]) -> str:
-    """A single `nan` among numbers must not turn them all into names, whose order is another one."""
-    whole = {text for text in line_of if _WHOLE.fullmatch(text)}
+    """Whether labels are numbers or names. A mixture is an error: a single `nan` must not turn all numbers into names,
+    which would change the class order."""
+    integers = {text for text in line_of if _INTEGER.fullmatch(text)}
     for text, line in line_of.items():
-        if text not in whole and (whole or _is_number(text)):
-            first = min(whole, key=line_of.__getitem__, default="")
-            others = f", others are, such as {first!r} in line {line_of[first]}" if whole else ""
+        if text not in integers and (integers or _is_number(text)):
+            first = min(integers, key=line_of.__getitem__, default="")
+            others = f", but others are, e.g. {first!r} in line {line_of[first]}" if integers else ""
             raise DataError(
-                f"{table}, line {line}: label {text!r} is not a whole number from 0 on{others}; write {_UNKNOWN} if it "
-                f"is not known, or, if all labels are names, add --as {NAMES}"
+                f"{table}, line {line}: label {text!r} is not an integer >= 0{others}; write {_UNKNOWN} if it is "
+                f"unknown, or add --as {NAMES} if all labels are names"
             )
-    return NUMBERS if whole else NAMES
+    return NUMBERS if integers else NAMES
 
 
 def _is_number(text: str) -> bool:

@@ -1,9 +1,9 @@
-"""Handwritten digits: scikit-learn's load_digits, 1,797 grey images of 8 x 8 pixels. 10 classes.
+"""Handwritten digits: load_digits of scikit-learn, 1,797 grey images of 8 x 8 pixels. 10 classes.
 
-They are inside of scikit-learn, so there is nothing to download and no --root.
+The images are part of scikit-learn, so there is nothing to download and no --root.
 
-Splits: train and test, 80 to 20: of each class every fifth image is for test. Label sets: given and clean, which are
-the same.
+Splits: train and test, 80:20; every fifth image of each class goes to test. Label sets: given and clean, which are
+identical.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import DataError
+from ...errors import DataError
 from ..labels import CLEAN, GIVEN
 from .source import SourceSplit
 
@@ -24,13 +24,13 @@ _EVERY = 5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """It has no options of its own."""
+    """No options of its own."""
 
 
 def find_splits(args: argparse.Namespace) -> list[SourceSplit]:
     """train and test."""
     if args.root is not None:
-        raise DataError(f"--root {args.root}: the digits are inside of scikit-learn; leave --root out")
+        raise DataError(f"--root {args.root}: the digits are part of scikit-learn; leave --root out")
     try:
         from sklearn.datasets import load_digits
     except ImportError:
@@ -47,7 +47,7 @@ def find_splits(args: argparse.Namespace) -> list[SourceSplit]:
                 dataset=_DATASET,
                 name=name,
                 classes=tuple("0123456789"),
-                paths=[f"{number:04d}.png" for number in chosen],  # its number in load_digits
+                paths=[f"{i:04d}.png" for i in chosen],  # position in load_digits
                 labels=dict.fromkeys((GIVEN, CLEAN), labels[chosen]),
                 read=partial(read_grey, pixels[chosen]),
                 origins=dict.fromkeys((GIVEN, CLEAN), origin),
@@ -56,13 +56,13 @@ def find_splits(args: argparse.Namespace) -> list[SourceSplit]:
     return splits
 
 
-def read_grey(pixels: NDArray[np.uint8], number: int) -> bytes:
-    """One of the images `pixels`, (N, height, width), as PNG."""
+def read_grey(pixels: NDArray[np.uint8], i: int) -> bytes:
+    """Image `i` of `pixels`, (N, height, width), as PNG."""
     from PIL import Image
 
     from ..prepare.reencode import encode_png
 
-    return encode_png(Image.fromarray(pixels[number]))
+    return encode_png(Image.fromarray(pixels[i]))
 
 
 def _every_fifth_of_its_class(labels: NDArray[np.int64]) -> NDArray[np.bool_]:

@@ -1,9 +1,9 @@
-"""ILSVRC12 validation images (ImageNet): the second test of a network that was trained on WebVision.
+"""ILSVRC12 validation images (ImageNet): a second test set for networks trained on WebVision.
 
-Classes are those of WebVision, in its order: --synsets is its info/synsets.txt, of which the first 50 are taken, as for
-mini WebVision; --classes-count 1000 takes all. Expected under --root is one of
+The classes are those of WebVision, in its order: --synsets is WebVision's info/synsets.txt. The first 50 classes are
+used, as in mini WebVision; --classes-count 1000 uses all. Expected layout under --root, one of
 
-  val/n01440764/ILSVRC2012_val_00000293.JPEG       a folder a class
+  val/n01440764/ILSVRC2012_val_00000293.JPEG       one folder per class
 
   val/ILSVRC2012_val_00000001.JPEG                 all in one folder (val/, ILSVRC2012_img_val/, or --root itself), with
   ILSVRC2012_devkit_t12/data/meta.mat              the development kit (or in devkit/data/, data/, or --root itself)
@@ -12,7 +12,7 @@ mini WebVision; --classes-count 1000 takes all. Expected under --root is one of
   val/ILSVRC2012_val_00000001.JPEG                 all in one folder, with
   val.txt                                          ILSVRC2012_val_00000001.JPEG 65: labels by sorted WNID, from 0
 
-One split, ilsvrc12, in the order of the images' names whichever the layout. Label sets: given and clean, the same.
+One split, ilsvrc12, sorted by image name in every layout. Label sets: given and clean, which are identical.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..errors import DataError
+from ...errors import DataError
 from ..labels import CLEAN, GIVEN
 from .lists import find_files, numbered_lines, read_labelled, reader, root_of
 from .source import SourceSplit
@@ -43,26 +43,26 @@ _WNID = re.compile(r"n\d{8}")
 
 class _Image(NamedTuple):
     name: str
-    place: str  # relative to the root
+    path: str  # relative to the root
     wnid: str
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Which classes, and in which order."""
+    """Declare the options that select the classes."""
     parser.add_argument(
-        "--synsets", required=True, metavar="FILE", help="WebVision's info/synsets.txt: all 1000 classes, in its order"
+        "--synsets", required=True, metavar="FILE", help="WebVision's info/synsets.txt: all 1000 classes, in order"
     )
     parser.add_argument(
         "--classes-count",
         type=int,
         default=MINI_CLASSES,
         metavar="N",
-        help="take the first N classes of --synsets (default: %(default)s, mini WebVision)",
+        help="use the first N classes of --synsets (default: %(default)s, mini WebVision)",
     )
 
 
 def find_splits(args: argparse.Namespace) -> list[SourceSplit]:
-    """The one split there is."""
+    """The only split, ilsvrc12."""
     root, synsets_path, count = root_of(args), Path(args.synsets), args.classes_count
     synsets = read_synsets(synsets_path)
     if not 1 <= count <= len(synsets):
@@ -75,7 +75,7 @@ def find_splits(args: argparse.Namespace) -> list[SourceSplit]:
         raise DataError(f"{root}: {file} has no image of the first {count} classes of {synsets_path}")
     for one, other in pairwise(images):
         if one.name == other.name:
-            raise DataError(f"{root}: {one.place} and {other.place} have the same name; remove one of them")
+            raise DataError(f"{root}: {one.path} and {other.path} have the same name; remove one of them")
     labels = np.array([class_of[image.wnid] for image in images], dtype=np.int64)
     origin: dict[str, Any] = {"source": _DATASET, "file": file, "classes": count}
     return [
@@ -85,14 +85,14 @@ def find_splits(args: argparse.Namespace) -> list[SourceSplit]:
             classes=tuple(synsets.values())[:count],
             paths=[image.name for image in images],
             labels={GIVEN: labels, CLEAN: labels},
-            read=reader(root, [image.place for image in images]),
+            read=reader(root, [image.path for image in images]),
             origins={GIVEN: origin, CLEAN: origin},
         )
     ]
 
 
 def _find_images(root: Path, synsets: dict[str, str], wnids: list[str], synsets_path: Path) -> tuple[list[_Image], str]:
-    """All images of at least `wnids`, and what says their classes."""
+    """The images, at least those of the classes `wnids`, and the file or folders that define their classes."""
     for folder in _IMAGE_FOLDERS:
         if any((root / folder / wnid).is_dir() for wnid in wnids):
             return _in_class_folders(root, folder, wnids), f"{folder}/WNID"
@@ -106,25 +106,25 @@ def _find_images(root: Path, synsets: dict[str, str], wnids: list[str], synsets_
     except DataError as error:
         if val_list is None:
             raise DataError(
-                f"nothing says the classes of the images in {root / flat}: there is no {_VAL_LIST} in {root}, and of "
-                f"the development kit are {error}"
+                f"the classes of the images in {root / flat} are not known: there is no {_VAL_LIST} in {root}, and "
+                f"files of the development kit are {error}"
             ) from None
         images = _by_val_list(val_list, flat, synsets, synsets_path)
-        _refuse_cut_short(root / flat, images, val_list)
+        _refuse_truncated_list(root / flat, images, val_list)
         return images, _VAL_LIST
     images = _by_kit(kit[_META], kit[_TRUTH], flat, wnids)
-    _refuse_cut_short(root / flat, images, kit[_TRUTH])
+    _refuse_truncated_list(root / flat, images, kit[_TRUTH])
     return images, _TRUTH
 
 
-def _refuse_cut_short(folder: Path, listed: list[_Image], list_path: Path) -> None:
-    """Images that are missing are noticed when they are to be read; lines that are missing only here."""
-    there = {path.name for path in folder.glob(_ANY_IMAGE)}
-    unlisted = there - {image.name for image in listed}
+def _refuse_truncated_list(folder: Path, listed: list[_Image], list_path: Path) -> None:
+    """Every image must be listed. Missing images are noticed when they are read, missing lines only here."""
+    existing = {path.name for path in folder.glob(_ANY_IMAGE)}
+    unlisted = existing - {image.name for image in listed}
     if unlisted:
         raise DataError(
-            f"{list_path}: says the classes of {len(listed):,} images, but {folder} has {len(there):,}, and "
-            f"{len(unlisted):,} of them are not listed, e.g. {min(unlisted)}; is the file cut short?"
+            f"{list_path}: lists the classes of {len(listed):,} images, but {folder} has {len(existing):,}, and "
+            f"{len(unlisted):,} of them are not listed, e.g. {min(unlisted)}; is the file truncated?"
         )
 
 
@@ -141,10 +141,10 @@ def _in_class_folders(root: Path, folder: str, wnids: list[str]) -> list[_Image]
 
 
 def _by_val_list(path: Path, folder: str, synsets: dict[str, str], synsets_path: Path) -> list[_Image]:
-    if len(synsets) != _ALL_CLASSES:  # a label is a place among all of them, sorted
+    if len(synsets) != _ALL_CLASSES:  # a label is a position in the sorted list of all WNIDs
         raise DataError(
             f"{path} numbers the {_ALL_CLASSES} WNIDs in sorted order, but {synsets_path} has {len(synsets)}; "
-            "give the whole synsets.txt of WebVision"
+            "use the full synsets.txt of WebVision"
         )
     by_wnid = sorted(synsets)
     names = ((image.split("/")[-1], label) for image, label in read_labelled(path, _ALL_CLASSES).items())
@@ -152,28 +152,28 @@ def _by_val_list(path: Path, folder: str, synsets: dict[str, str], synsets_path:
 
 
 def _by_kit(meta_path: Path, truth_path: Path, folder: str, wnids: list[str]) -> list[_Image]:
-    """The kit numbers the classes from 1, and not in the order of their WNIDs: only meta.mat tells which is which."""
+    """Read the kit's labels. It numbers classes from 1, not in the order of WNIDs; meta.mat maps numbers to WNIDs."""
     wnid_of = _read_meta(meta_path)
     unknown = set(wnids) - set(wnid_of.values())
     if unknown:
         raise DataError(f"{meta_path}: has no class {min(unknown)}, which is in --synsets; is it the kit of 2012?")
     images = []
-    for place, (line, text) in enumerate(numbered_lines(truth_path), start=1):
-        if line != place:  # line n is about image n
-            raise DataError(f"{truth_path}, line {place}: blank")
+    for number, (line, text) in enumerate(numbered_lines(truth_path), start=1):
+        if line != number:  # line n belongs to image n
+            raise DataError(f"{truth_path}, line {number}: blank")
         if text not in wnid_of:
             raise DataError(f"{truth_path}, line {line}: {text!r} is not the ILSVRC2012_ID of a class in {meta_path}")
-        name = _IMAGE.format(place)
+        name = _IMAGE.format(number)
         images.append(_Image(name, f"{folder}/{name}", wnid_of[text]))
     return images
 
 
 def _read_meta(path: Path) -> dict[str, str]:
-    """ILSVRC2012_ID -> WNID of the classes, which are the synsets without children. Reading a .mat runs nothing."""
+    """ILSVRC2012_ID -> WNID of the classes, which are the synsets without children. Reading a .mat executes nothing."""
     try:
         from scipy.io import loadmat
     except ImportError:
-        raise DataError(f"{path}: needs SciPy to be read: pip install 'sopdist[data]'") from None
+        raise DataError(f"{path}: reading it needs SciPy: pip install 'sopdist[data]'") from None
     try:
         synsets = np.atleast_1d(loadmat(path, variable_names=["synsets"], squeeze_me=True)["synsets"])
         leaves = [synset for synset in synsets if int(synset["num_children"]) == 0]
@@ -181,5 +181,5 @@ def _read_meta(path: Path) -> dict[str, str]:
     except Exception as error:  # a damaged .mat can raise anything
         raise DataError(f"{path}: not the meta.mat of the kit ({type(error).__name__}: {error})") from None
     if not all(map(_WNID.fullmatch, wnid_of.values())) or not len(set(wnid_of.values())) == len(wnid_of) == len(leaves):
-        raise DataError(f"{path}: an ILSVRC2012_ID or a WNID is there twice, or is none")
+        raise DataError(f"{path}: an ILSVRC2012_ID or a WNID is invalid or occurs twice")
     return wnid_of

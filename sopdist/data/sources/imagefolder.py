@@ -1,21 +1,21 @@
-"""Your own images, in a folder a class.
+"""Your own images, one folder per class.
 
-Expected under --root, either
+Expected layout under --root, either
 
-  CLASS/any/levels/below.jpg          one split, called train
+  CLASS/any/subfolders/a.jpg          one split, called train
 
-or, if all folders of --root are called train, val or test,
+or, if all folders in --root are called train, val or test,
 
-  train/CLASS/a.jpg                   a split each; val and test must have the classes of train
+  train/CLASS/a.jpg                   one split each; val and test must have the same classes as train
   val/CLASS/b.jpg
 
-Images are files that end with .jpg .jpeg .jpe .jfif .png .webp .gif .bmp .tif or .tiff, in capitals, too; what they
-really are is decided by their content. Classes are the names of the folders, sorted by their bytes (so Z comes before
-a), and so are the images of a class: the order is the same on every machine. Hidden files and folders (.name) are
-ignored, other files are left out and counted. Links to folders are followed, but in a split no folder is entered twice:
-what lies in the folder of a class is of that class, whatever links lead there.
+Images are files ending in .jpg .jpeg .jpe .jfif .png .webp .gif .bmp .tif or .tiff, in lower or upper case. Their
+format is detected from their content. Classes are the folder names. Classes, and the images of a class, are sorted by
+bytes (so Z comes before a), which gives the same order on every machine. Hidden files and folders (.name) are ignored;
+other files are skipped and counted. Links to folders are followed, but no folder is entered twice in a split: files in
+the folder of a class belong to that class, whatever links point there.
 
-Splits: those that are there; where that is train and no val, --val SHARE holds one out. Label set: given.
+Splits: those found; if there is a train but no val, --val FRACTION holds one out. Label set: given.
 """
 
 from __future__ import annotations
@@ -30,38 +30,38 @@ from pathlib import Path
 
 import numpy as np
 
-from ..errors import DataError
+from ...errors import DataError
 from ..labels import GIVEN
 from .lists import reader, root_of
 from .source import SourceSplit
 
 _TRAIN = "train"
 _SPLITS = (_TRAIN, "val", "test")
-_STRAY = "images outside of all classes"
+_STRAY = "images outside all class folders"
 _EXTENSIONS = frozenset((".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff"))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """It has no options of its own."""
+    """No options of its own."""
 
 
 def find_splits(args: argparse.Namespace) -> list[SourceSplit]:
-    """The splits that are there, or one called train."""
+    """The splits found, or a single one called train."""
     root = root_of(args)
     _refuse_output_inside(root, Path(args.out))
     others: Counter[str] = Counter()
-    places = _split_places(root)
+    split_folders = _find_split_folders(root)
     classes_of = {}
-    for folder in {root, *(root / place for place in places.values())}:
+    for folder in {root, *(root / folder for folder in split_folders.values())}:
         classes_of[folder], stray = _entries(folder, others)
         if stray:
             others[_STRAY] += len(stray)
-    reference = root / next(iter(places.values()))
+    reference = root / next(iter(split_folders.values()))
     splits = []
-    for name, place in places.items():
-        classes = classes_of[root / place]
-        _check_classes(root / place, classes, reference, classes_of[reference])
-        images = _images_of(root, place, classes, others)
+    for name, split_folder in split_folders.items():
+        classes = classes_of[root / split_folder]
+        _check_classes(root / split_folder, classes, reference, classes_of[reference])
+        images = _find_images(root, split_folder, classes, others)
         paths = list(itertools.chain.from_iterable(images))
         splits.append(
             SourceSplit(
@@ -76,39 +76,41 @@ def find_splits(args: argparse.Namespace) -> list[SourceSplit]:
         )
     if others:
         kinds = ", ".join(f"{count} {kind or 'without extension'}" for kind, count in sorted(others.items()))
-        print(f"{root}: {sum(others.values())} other files are left out: {kinds}", file=sys.stderr)
+        print(f"{root}: {sum(others.values())} other files are skipped: {kinds}", file=sys.stderr)
     return splits
 
 
-def _split_places(root: Path) -> dict[str, str]:
-    """Each split's folder, relative to `root`."""
+def _find_split_folders(root: Path) -> dict[str, str]:
+    """The folder of each split, relative to `root`."""
     folders, _ = _entries(root, Counter())
     if folders and set(folders) <= set(_SPLITS):
         return {name: name for name in _SPLITS if name in folders}
-    for name in _SPLITS:  # `train` may well be a class, but not if it has folders in it
+    for name in _SPLITS:  # `train` may be a class, but not if it contains folders
         if name in folders and _entries(root / name, Counter())[0]:
-            beside = next(folder for folder in folders if folder not in _SPLITS)
+            other = next(folder for folder in folders if folder not in _SPLITS)
             raise DataError(
-                f"{root}: {name}/ looks like a split, {beside!r} beside it does not; move it away, or name a --root "
-                "that has either splits only or classes only"
+                f"{root}: {name}/ looks like a split, but {other!r} next to it does not; move it away, or choose a "
+                "--root that contains either only splits or only classes"
             )
     return {_TRAIN: ""}
 
 
-def _images_of(root: Path, place: str, classes: list[str], others: Counter[str]) -> list[list[str]]:
-    """The images of each class of the split in `place`, relative to `root` and sorted by their bytes.
+def _find_images(root: Path, split_folder: str, classes: list[str], others: Counter[str]) -> list[list[str]]:
+    """The images of each class of a split, relative to `root` and sorted by bytes.
 
-    A link may lead into another class. So all that can be reached without links is taken first, and a link then finds
-    what is left.
+    A link may point into another class. So all folders that can be reached without links are visited first; a link then
+    only adds folders that were not visited.
     """
     images: list[list[str]] = [[] for _ in classes]
-    seen = {_identity(root), _identity(root / place)}
+    seen = {_identity(root), _identity(root / split_folder)}
     waiting: list[tuple[int, str]] = []  # class, folder
     for label, name in enumerate(classes):
-        folder = posixpath.join(place, name)
+        folder = posixpath.join(split_folder, name)
         identity = _identity(root / folder)
         if identity in seen:
-            raise DataError(f"{root / folder}: is a link to the folder of another class, or to one above it; remove it")
+            raise DataError(
+                f"{root / folder}: is a link to the folder of another class, or to a parent folder; remove it"
+            )
         seen.add(identity)
         waiting.append((label, folder))
     while waiting:
@@ -129,7 +131,7 @@ def _images_of(root: Path, place: str, classes: list[str], others: Counter[str])
 
 
 def _is_new(folder: Path, seen: set[tuple[int, int]]) -> bool:
-    """Not entered before; from now on it is."""
+    """Whether the folder was not visited before; marks it as visited."""
     identity = _identity(folder)
     if identity in seen:
         return False
@@ -138,7 +140,7 @@ def _is_new(folder: Path, seen: set[tuple[int, int]]) -> bool:
 
 
 def _entries(folder: Path, others: Counter[str]) -> tuple[list[str], list[str]]:
-    """Names of the folders and of the images in a folder, sorted; other files are counted by extension."""
+    """Names of the folders and the images in a folder, sorted; counts other files by extension."""
     folders, images = [], []
     try:
         with os.scandir(folder) as entries:
@@ -158,12 +160,12 @@ def _entries(folder: Path, others: Counter[str]) -> tuple[list[str], list[str]]:
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:
-    # entry.is_dir() would raise for a link that leads to itself; and only links cost a look at the disk.
+    # entry.is_dir() would raise for a link that points to itself. Only links need a system call.
     return os.path.isdir(entry.path) if entry.is_symlink() else entry.is_dir(follow_symlinks=False)
 
 
 def _is_file(entry: os.DirEntry[str]) -> bool:
-    """Also a broken link: it is listed among what was skipped. But not a pipe, on which reading would wait forever."""
+    """Whether it is a regular file, or a broken link, which is later listed as skipped. Reading a pipe would block."""
     if entry.is_symlink():
         return os.path.isfile(entry.path) or not os.path.exists(entry.path)
     return entry.is_file(follow_symlinks=False)
@@ -178,18 +180,18 @@ def _check_classes(folder: Path, found: list[str], reference: Path, classes: lis
     found_set, classes_set = set(found), set(classes)
     unknown = [name for name in found if name not in classes_set]
     if unknown:
-        raise DataError(f"{folder}: has classes that {reference} does not have: {', '.join(map(repr, unknown[:5]))}")
+        raise DataError(f"{folder}: has classes that are not in {reference}: {', '.join(map(repr, unknown[:5]))}")
     lacking = [name for name in classes if name not in found_set]
     if lacking:
         raise DataError(
-            f"{folder}: lacks classes of {reference}: {', '.join(map(repr, lacking[:5]))}; if there are no images of "
-            "them, make empty folders"
+            f"{folder}: lacks classes of {reference}: {', '.join(map(repr, lacking[:5]))}; create empty folders for "
+            "classes without images"
         )
     if len(found) < 2:
-        what = f"one folder only ({found[0]!r})" if found else "no folders"
-        raise DataError(f"{folder}: has {what}, expected one for each class; is --root a level too high or too low?")
+        what = f"only one folder ({found[0]!r})" if found else "no folders"
+        raise DataError(f"{folder}: has {what}, expected one per class; is --root a level too high or too low?")
 
 
 def _refuse_output_inside(root: Path, out: Path) -> None:
     if out.resolve().is_relative_to(root.resolve()):
-        raise DataError(f"--out {out} is inside of --root {root}: its folders would be taken for classes; move it out")
+        raise DataError(f"--out {out} is inside --root {root}: its folders would be taken for classes; move it out")

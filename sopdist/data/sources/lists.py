@@ -1,6 +1,6 @@
-"""The text files of a data set: lists of paths, of paths with labels, of names. Read once, errors with file and line.
+"""Text files that list the images of a data set: paths, paths with labels, class names. Errors name file and line.
 
-Lists have up to millions of lines, so nothing here looks at the images they name.
+Lists have up to millions of lines, so nothing here accesses the listed images until they are read.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import DataError, ImageError
+from ...errors import DataError, ImageError
 
-_MAX_BYTES = 1 << 30  # of an image; the largest that can be decoded has 0.4 GB even as plain pixels
-_NOT_PLAIN = "not a plain file"
-_BLANKS = " \t\r"
-_LABELLED = re.compile(r"(.*[^ \t])[ \t]+([^ \t]+)")  # the label is what follows the last blank: paths may have some
+_MAX_BYTES = 1 << 30  # limit for an image file; the largest decodable image takes 0.4 GB even as raw pixels
+_NOT_REGULAR = "not a regular file"
+_WHITESPACE = " \t\r"
+_LABELLED = re.compile(r"(.*[^ \t])[ \t]+([^ \t]+)")  # the label follows the last whitespace: paths may contain some
 
 
 def root_of(args: argparse.Namespace) -> Path:
-    """The folder that --root names."""
+    """The folder given by --root, checked to exist."""
     root = Path(args.root)
     if not root.is_dir():
         raise DataError(f"--root {root}: no such folder")
@@ -33,14 +33,14 @@ def root_of(args: argparse.Namespace) -> Path:
 
 
 def find_file(name: str, folders: Sequence[Path]) -> Path:
-    """The first of `folders` that has the file `name`; the error says where it was looked for."""
+    """Path of the file `name` in the first of `folders` that contains it; raises DataError if none does."""
     return find_files([name], folders)[name]
 
 
 def find_files(names: Sequence[str], folders: Sequence[Path], suffixes: Sequence[str] = ("",)) -> dict[str, Path]:
-    """Each file in the first of `folders` that has it; the error names all that are missing at once.
+    """Path of each file in the first of `folders` that contains it; the DataError lists all missing files.
 
-    With `suffixes` its name may go on with any of them, the first that is there.
+    A file name may be followed by any of `suffixes`; the first match is used.
     """
     found: dict[str, Path] = {}
     for name in names:
@@ -53,8 +53,8 @@ def find_files(names: Sequence[str], folders: Sequence[Path], suffixes: Sequence
     return found
 
 
-def content_of(path: Path) -> bytes:
-    """The whole file."""
+def read_bytes(path: Path) -> bytes:
+    """The content of a file; raises DataError if it cannot be read."""
     try:
         return path.read_bytes()
     except OSError as error:
@@ -62,23 +62,23 @@ def content_of(path: Path) -> bytes:
 
 
 def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """(line number, line) of all lines that are not blank. Bytes that are not UTF-8 survive, as in file names."""
-    text = content_of(path).decode("utf-8-sig", "surrogateescape")
-    for number, line in enumerate(text.split("\n"), start=1):  # not splitlines: it also cuts at rarer characters
-        if line := line.strip(_BLANKS):
+    """(line number, line) of all lines that are not blank. Bytes that are not UTF-8 are kept, as in file names."""
+    text = read_bytes(path).decode("utf-8-sig", "surrogateescape")
+    for number, line in enumerate(text.split("\n"), start=1):  # not splitlines: it also splits at rarer characters
+        if line := line.strip(_WHITESPACE):
             yield number, line
 
 
 def read_names(path: Path, expected: int | None = None) -> tuple[str, ...]:
-    """A name a line; `expected` of them."""
+    """Read one class name per line; there must be `expected` of them."""
     names = tuple(name for _, name in numbered_lines(path))
     if expected is not None and len(names) != expected:
-        raise DataError(f"{path}: {len(names)} class names, expected {expected}, one a line")
+        raise DataError(f"{path}: {len(names)} class names, expected {expected}, one per line")
     return names
 
 
 def read_paths(path: Path) -> dict[str, int]:
-    """A path a line -> {path: line number}, in the order of the file. The same path twice is an error."""
+    """Read one path per line as {path: line number}, in file order. A duplicate path is an error."""
     lines: dict[str, int] = {}
     for number, line in numbered_lines(path):
         image = _plain_path(line, lines, path, number)
@@ -87,9 +87,9 @@ def read_paths(path: Path) -> dict[str, int]:
 
 
 def read_labelled(path: Path, classes: int, below: int | None = None) -> dict[str, int]:
-    """`path label` a line -> {path: label}, in the order of the file; with `below` only lines with a smaller label.
+    """Read lines `path label` as {path: label}, in file order; with `below`, only lines with a smaller label.
 
-    `path` is what precedes the last blank. A label outside of 0 to `classes` - 1, or the same path twice, is an error.
+    The last whitespace separates path and label. A label outside 0 to `classes` - 1 or a duplicate path is an error.
     """
     label_of = {str(label): label for label in range(classes)}
     below = classes if below is None else below
@@ -101,59 +101,57 @@ def read_labelled(path: Path, classes: int, below: int | None = None) -> dict[st
         image, text = match.groups()
         label = label_of.get(text)
         if label is None:
-            raise DataError(f"{path}, line {number}: label {text!r} of {image!r}; allowed are 0 to {classes - 1}")
+            raise DataError(f"{path}, line {number}: label {text!r} of {image!r}; must be from 0 to {classes - 1}")
         if label < below:
             labels[_plain_path(image, labels, path, number)] = label
     return _not_empty(labels, path)
 
 
 def _plain_path(image: str, earlier: dict[str, int], path: Path, number: int) -> str:
-    """The path of a line, `./a//b.jpg` as `a/b.jpg`; not one of the `earlier` ones."""
+    """The normalised path of a line, `./a//b.jpg` -> `a/b.jpg`; must not be in `earlier`."""
     if image[0] == "/" or (".." in image and ".." in image.split("/")):
-        raise DataError(
-            f"{path}, line {number}: {image!r} leads out of the data set; paths must be relative, without .."
-        )
+        raise DataError(f"{path}, line {number}: {image!r} is outside the data set; paths must be relative, without ..")
     if image == "." or image.endswith(("/", "/.")) or "\0" in image:
         raise DataError(f"{path}, line {number}: {image!r} is not the path of a file")
     if "//" in image or "./" in image:
         image = "/".join(part for part in image.split("/") if part not in ("", "."))
     if image in earlier:
-        raise DataError(f"{path}, line {number}: {image!r} is a duplicate, an earlier line has it already")
+        raise DataError(f"{path}, line {number}: {image!r} is a duplicate of an earlier line")
     return image
 
 
 def _not_empty(entries: dict[str, int], path: Path) -> dict[str, int]:
     if not entries:
-        raise DataError(f"{path}: has no entries that could be used; is the file complete?")
+        raise DataError(f"{path}: has no usable entries; is the file complete?")
     return entries
 
 
 def as_labels(labels: dict[str, int]) -> NDArray[np.int64]:
-    """The labels of {path: label}, in its order."""
+    """The values of {path: label} as an array, in order."""
     return np.fromiter(labels.values(), np.int64, len(labels))
 
 
 def reader(root: Path, paths: list[str], drop: str = "") -> Callable[[int], bytes]:
-    """number -> content of the file at that place of `paths` under `root`; a prefix `drop` is not part of its place."""
+    """A function that reads the i-th file of `paths` under `root`, after removing the prefix `drop` from its path."""
 
-    def read(number: int) -> bytes:
-        return _read_plain(root / paths[number].removeprefix(drop))
+    def read(i: int) -> bytes:
+        return _read_regular(root / paths[i].removeprefix(drop))
 
     return read
 
 
-def _read_plain(path: Path) -> bytes:
-    """The content of a file that has an end: a pipe would wait for a writer, a device may never stop."""
+def _read_regular(path: Path) -> bytes:
+    """The content of a regular file. Reading a pipe or a device might never return."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         if error.errno == errno.ENXIO:  # a socket
-            raise ImageError(_NOT_PLAIN) from None
+            raise ImageError(_NOT_REGULAR) from None
         raise
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
-            raise ImageError(_NOT_PLAIN)
+            raise ImageError(_NOT_REGULAR)
         if status.st_size > _MAX_BYTES:
             raise ImageError(f"{status.st_size:,} bytes, more than the {_MAX_BYTES:,} allowed")
         with open(descriptor, "rb", closefd=False) as file:

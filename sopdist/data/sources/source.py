@@ -1,7 +1,7 @@
-"""What a source is: something that lists its images in a fixed order and reads one by number.
+"""The interface of a source: it lists the images of a data set in a fixed order and reads them one by one.
 
-A source is a module of this folder with `add_arguments(parser)`, `find_splits(args)` and a docstring that shows the
-expected layout, which is its `--help`. It knows one data set and nothing of shards.
+A source is a module in this folder with `add_arguments(parser)`, `find_splits(args)` and a docstring that describes the
+expected file layout and is printed by `--help`. A source handles one data set and does not know about shards.
 """
 
 from __future__ import annotations
@@ -14,42 +14,42 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import DataError
+from ...errors import DataError
 
 
 @dataclass(frozen=True)
 class SourceSplit:
-    """One split as it is found in the source. The order of `paths` is the order in the shards."""
+    """One split of a source. The order of `paths` is the order in the shards."""
 
     dataset: str
-    name: str  # train, val, test, ...: the folder under --out
+    name: str  # train, val, test, ...; also the name of its folder in --out
     classes: tuple[str, ...]
-    paths: list[str]  # of each image, relative and with forward slashes; becomes its key
-    labels: dict[str, NDArray[np.int64]]  # label sets of the same length; "given" must be among them, -1 is unknown
-    read: Callable[[int], bytes]  # number -> the encoded image; OSError or ImageError if that fails. Thread-safe.
-    origins: dict[str, dict[str, Any]] = field(default_factory=dict)  # where each label set comes from
-    held_out: float | None = None  # the share of its training images that --val makes another split of
+    paths: list[str]  # one per image, relative and with forward slashes; becomes the key
+    labels: dict[str, NDArray[np.int64]]  # label sets of that length; "given" is required, -1 means unknown
+    read: Callable[[int], bytes]  # position in `paths` -> encoded image; raises OSError or ImageError. Thread-safe.
+    origins: dict[str, dict[str, Any]] = field(default_factory=dict)  # origin of each label set
+    held_out: float | None = None  # fraction of the training images that --val moves to another split
 
 
 class Source(Protocol):
-    """A module that knows a data set."""
+    """A module that reads one data set."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Declare the options that only this source has; --root and --out are there already."""
+        """Declare the options specific to this source; --root and --out already exist."""
 
     def find_splits(self, args: argparse.Namespace) -> list[SourceSplit]:
-        """The splits that the source has, in the order in which they are prepared. DataError says what is missing.
+        """The splits of the source, in the order in which they are prepared. Raises DataError if files are missing.
 
-        Those that `args.splits` does not ask for may be left out, with the files that only they need.
+        Splits that `args.splits` does not select may be left out, and files that only they need may be missing.
         """
 
 
-def asked_for(names: Sequence[str], splits: str | None) -> list[str]:
-    """Those of the splits `names` that --splits names, in their own order; without it all of them."""
+def select_splits(names: Sequence[str], splits: str | None) -> list[str]:
+    """The splits in `names` that --splits selects, in the order of `names`; all of them if it is None."""
     if splits is None:
         return list(names)
     wanted = [name.strip() for name in splits.split(",")]
     for name in wanted:
         if name not in names:
-            raise DataError(f"--splits {splits}: no split {name!r}; there is {', '.join(names)}")
+            raise DataError(f"--splits {splits}: no split {name!r}; available: {', '.join(names)}")
     return [name for name in names if name in wanted]

@@ -1,7 +1,7 @@
-"""Which kernels run where: the one place that decides.
+"""Selection of kernels.
 
-CUDA tensors go through Triton, CPU tensors through compiled C, and whatever is missing is replaced by the reference.
-`SOPDIST_KERNELS=reference|native|triton` overrides that; Triton on CPU tensors needs its interpreter
+CUDA tensors use Triton and CPU tensors use compiled C. If either is not available, the PyTorch reference is used.
+`SOPDIST_KERNELS=reference|native|triton` overrides this. Triton on CPU tensors needs its interpreter
 (`TRITON_INTERPRET=1`), which is slow and meant for tests.
 """
 
@@ -28,7 +28,7 @@ _DEFAULTS = {
 
 
 class Kernels(Protocol):
-    """The two operations that each implementation offers; `reference` documents them."""
+    """The two operations of every implementation. `reference` documents them."""
 
     def fused_loss(
         self,
@@ -41,14 +41,14 @@ class Kernels(Protocol):
         eps: float,
         reclip: bool,
     ) -> LossResult:
-        """Loss, gradient of the logits and facts of a batch."""
+        """Compute loss, gradient of the logits and facts of a batch."""
 
     def update_rows(self, table: NoiseTable, index: Tensor, labels: Tensor, facts: Facts, step: Step) -> None:
         """Apply the facts to the rows, in place."""
 
 
 def choose_kernels(device: torch.device, dtype: torch.dtype = torch.float32) -> Kernels:
-    """The kernels for logits of this device and type; float64, which only tests have, always takes the reference."""
+    """Return the kernels for logits of this device and dtype. float64, used only in tests, takes the reference."""
     wanted = os.environ.get("SOPDIST_KERNELS") or _DEFAULTS.get(device.type, "reference")
     if wanted not in ("reference", "native", "triton"):
         raise ValueError(f"SOPDIST_KERNELS must be 'reference', 'native' or 'triton', got {wanted!r}")
@@ -56,7 +56,7 @@ def choose_kernels(device: torch.device, dtype: torch.dtype = torch.float32) -> 
         return reference
     if wanted == "native":
         if device.type != "cpu":
-            raise RuntimeError(f"SOPDIST_KERNELS=native is for CPU tensors, these are on {device}")
+            raise RuntimeError(f"SOPDIST_KERNELS=native is for CPU tensors, but these are on {device}")
         return native_kernels
     if importlib.util.find_spec("triton") is None:
         raise RuntimeError("SOPDIST_KERNELS=triton, but Triton is not installed: pip install 'sopdist[triton]'")

@@ -1,8 +1,8 @@
-"""Compile the CUDA kernels ahead of time, on a machine with or without a GPU, and say what they became.
+"""Compile the CUDA kernels ahead of time, on a machine with or without a GPU, and report their resource usage.
 
-For each kernel and GPU target: registers a thread, bytes spilled to local memory, and whether the row kernels kept to
-operations that IEEE 754 rounds in one way (no fused multiply-add, no approximate division or square root), which is
-what makes a table on a GPU equal to one on a CPU bit for bit.
+Reports for each kernel and GPU target: registers per thread, bytes spilled to local memory, and whether the row kernels
+use only operations whose rounding IEEE 754 defines (no fused multiply-add, no approximate division or square root).
+Such operations make a table on a GPU equal to one on a CPU, bit for bit.
 
 Must run without TRITON_INTERPRET: the interpreter replaces the compiler.
 """
@@ -24,7 +24,7 @@ TARGETS = (80, 90, 100)
 CLASSES = (10, 1000, 22_000)
 LOGITS = {"float32": "*fp32", "bfloat16": "*bf16", "float16": "*fp16"}
 _SLOTS = 8
-# Instructions whose result depends on the device or on the compiler's mood.
+# Instructions whose result depends on the device or the compiler.
 _INEXACT = re.compile(
     r"\b(fma\.\w+\.f32|(?:mul|add|sub)\.f32|div\.(?:full|approx)\S*|sqrt\.approx\S*|rsqrt\S*|rcp\.approx\S*|ex2\S*|lg2\S*)"
 )
@@ -32,11 +32,11 @@ _INEXACT = re.compile(
 
 @dataclass(frozen=True)
 class Build:
-    """One kernel, specialised."""
+    """One specialisation of a kernel."""
 
     kernel: str
     layout: str
-    detail: str  # the type of the logits, or the update rule
+    detail: str  # dtype of the logits, or the update rule
     classes: int
     function: Any
     signature: dict[str, str]
@@ -47,7 +47,7 @@ class Build:
 
 @dataclass(frozen=True)
 class Usage:
-    """What a build became on one target."""
+    """Resource usage of a build on one target."""
 
     kernel: str
     layout: str
@@ -60,12 +60,12 @@ class Usage:
     inexact: tuple[str, ...]
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return a dictionary for JSON."""
         return asdict(self)
 
 
 def builds(classes: tuple[int, ...] = CLASSES) -> Iterator[Build]:
-    """Every specialisation worth looking at: both kernels, both layouts, all logit types and update rules."""
+    """Yield all specialisations: both kernels, both layouts, all logit dtypes and update rules."""
     from . import triton_loss, triton_rows
 
     for count in classes:
@@ -77,7 +77,7 @@ def builds(classes: tuple[int, ...] = CLASSES) -> Iterator[Build]:
                     "SLOTS": layout == "slots",
                     "RECLIP": False,
                     "BLOCK": block,
-                    "WHOLE": count <= block,
+                    "ONE_BLOCK": count <= block,
                 }
                 signature = _signature(triton_loss.loss_kernel, constants) | {"logits_ptr": pointer}
                 yield Build(
@@ -92,19 +92,21 @@ def builds(classes: tuple[int, ...] = CLASSES) -> Iterator[Build]:
                     fused_multiply_add=True,
                 )
         block, warps = triton_rows.dense_launch_shape(count)
-        for number, rule in enumerate(RULES):
-            shared = {"RULE": number, "SCAN": triton_rows.MAX_SCAN}
-            for kernel, layout, own, lanes in (
+        for position, rule in enumerate(RULES):
+            shared = {"RULE": position, "SCAN": triton_rows.MAX_SCAN}
+            for kernel, layout, own, num_warps in (
                 (triton_rows.dense_rows_kernel, "dense", {"BLOCK": block}, warps),
                 (triton_rows.slots_rows_kernel, "slots", {"M": _SLOTS, "BLOCK": _SLOTS}, 1),
             ):
                 constants = shared | own
                 signature = _signature(kernel, constants)
-                yield Build("rows", layout, rule, count, kernel, signature, constants, lanes, fused_multiply_add=False)
+                yield Build(
+                    "rows", layout, rule, count, kernel, signature, constants, num_warps, fused_multiply_add=False
+                )
 
 
 def _signature(kernel: Any, constants: dict[str, Any]) -> dict[str, str]:
-    """Types of the arguments by their names, as `triton_loss` and `triton_rows` declare them."""
+    """Argument types by name, as `triton_loss` and `triton_rows` declare them."""
     types = {"eps": "fp32", "rate_v": "fp32", "rate_u": "fp32", "seed": "i64"}
     types |= dict.fromkeys(("labels_ptr", "index_ptr", "predicted_ptr"), "*i64")
     types |= {"keep_ptr": "*u8", "class_ptr": "*i16", "visits_ptr": "*i32", "evictions_ptr": "*i32"}
@@ -113,7 +115,7 @@ def _signature(kernel: Any, constants: dict[str, Any]) -> dict[str, str]:
 
 
 def compile_build(build: Build, capability: int) -> Usage:
-    """Compile for one target, e.g. 90 for sm_90, down to the machine code of the GPU."""
+    """Compile for one target, e.g. 90 for sm_90, down to GPU machine code."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         raise RuntimeError("cannot compile with TRITON_INTERPRET=1 set: unset it")
     import triton
@@ -126,12 +128,12 @@ def compile_build(build: Build, capability: int) -> Usage:
     cubin = compiled.asm["cubin"]
     registers, spilled = _resources(cubin)
     inexact = tuple(sorted(set(_INEXACT.findall(compiled.asm["ptx"]))))
-    where = (build.kernel, build.layout, build.detail, build.classes)
-    return Usage(*where, f"sm_{capability}", registers, spilled, len(cubin), inexact)
+    about = (build.kernel, build.layout, build.detail, build.classes)
+    return Usage(*about, f"sm_{capability}", registers, spilled, len(cubin), inexact)
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:
-    """Registers a thread and bytes of local memory a thread, as NVIDIA's own tool reads them from the machine code."""
+    """Registers per thread and bytes of local memory per thread, as `cuobjdump` reads them from the machine code."""
     import triton
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -142,5 +144,5 @@ def _resources(cubin: bytes) -> tuple[int, int]:
     found = re.search(r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", text)
     if found is None:
         raise RuntimeError(f"cuobjdump printed no resource usage: {text!r}")
-    registers, stack, local = (int(number) for number in found.groups())
+    registers, stack, local = (int(value) for value in found.groups())
     return registers, stack + local

@@ -1,27 +1,42 @@
-"""What the two kernels hand to each other: the contract that the reference and the Triton kernels both keep."""
+"""Facts: the output of every loss kernel and the input of every row kernel; and their wire format."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
+
+FACT_WIRE_BYTES = 5 * 4  # label, predicted class, loss, margin, pull
 
 DROPPED = -1
 
 
 class Facts(NamedTuple):
-    """All that a row needs to know of a visit of its sample, (B,) each: a few bytes, whatever the number of classes."""
+    """The data that updates a row after a visit, (B,) each. Its size does not depend on the number of classes."""
 
-    predicted: Tensor  # int64: the class of the largest logit, the lowest on ties; DROPPED = leave the row alone
+    predicted: Tensor  # int64: class of the largest logit, the lowest on ties; DROPPED = do not update the row
     loss: Tensor  # float32: -log p_y, the network's own cross-entropy
     margin: Tensor  # float32: p_y - the largest other p, in [-1, 1]
     pull: Tensor  # float32: 1/w_y - 1/S, or 0 where the loss is clipped; dl_CE/du = -2 u pull
 
 
 class LossResult(NamedTuple):
-    """One pass over the logits: the loss of each sample (B,), and dloss/dlogits = gradient (B, K) x scale (B,)."""
+    """Output of one pass over the logits: losses (B,), and dloss/dlogits = gradient (B, K) x scale (B,)."""
 
     losses: Tensor
     gradient: Tensor
     scale: Tensor
     facts: Facts
+
+
+def to_wire(labels: Tensor, facts: Facts) -> list[Tensor]:
+    """Pack labels and facts into columns of 4 bytes per sample, to send to the owners of the rows."""
+    return [labels.to(torch.int32), facts.predicted.to(torch.int32), facts.loss, facts.margin, facts.pull]
+
+
+def from_wire(columns: Sequence[Tensor]) -> tuple[Tensor, Facts]:
+    """Unpack the labels and facts that `to_wire` packed."""
+    labels, predicted, loss, margin, pull = columns
+    return labels.to(torch.int64), Facts(predicted.to(torch.int64), loss, margin, pull)

@@ -1,10 +1,10 @@
-/* The kernels for a CPU: the loss over the logits and the update of the rows, in plain C called through ctypes.
+/* CPU kernels: the fused loss and the update of the rows, in plain C called through ctypes.
  *
- * Row updates do the operations of reference_rows.py in its order, each correctly rounded (compiled with
- * -ffp-contract=off: no fused multiply-add), so a row ends with the same bits. A batch is walked in order, so an
- * index that comes twice is visited twice.
+ * Row updates do the operations of reference_rows.py in the same order, each correctly rounded (compiled with
+ * -ffp-contract=off: no fused multiply-add), so a row has the same bits. A batch is processed in order, so an index
+ * that occurs twice is visited twice.
  *
- * Sums run in LANES partial sums in one order, so that they do not depend on the number of threads.
+ * Sums use LANES partial sums in a fixed order, so they do not depend on the number of threads.
  */
 #include <math.h>
 #include <omp.h>
@@ -17,7 +17,7 @@
 #define FOR_EVERY_CPU
 #endif
 
-#define INLINE static inline __attribute__((always_inline)) /* into each clone: vectors must not be passed between them */
+#define INLINE static inline __attribute__((always_inline)) /* into each clone: vectors must not cross clones */
 
 enum { FLOW = 0, PAPER = 1, OFFICIAL = 2 };
 static const int64_t DROPPED = -1;
@@ -38,7 +38,7 @@ INLINE float at_most_1(float x) { return x < 1.0f ? x : 1.0f; }
 
 /* ---- (a) the loss ------------------------------------------------------------------------------------------------ */
 
-/* LANES floats at a time, the width of one register. */
+/* LANES floats: the width of one vector register. */
 #if defined(__x86_64__)
 #define LANES 8
 #else
@@ -58,7 +58,7 @@ INLINE int any(Mask mask) {
     return found != 0;
 }
 
-/* The first `count` floats, or as many as there are lanes; the rest of the lanes hold `pad`. */
+/* Load min(count, LANES) floats; the other lanes hold `pad`. */
 INLINE Vec load(const float *x, int64_t count, float pad) {
     Vec vec;
     if (count >= LANES) {
@@ -118,7 +118,7 @@ INLINE float row_sum(const float *z, int64_t count) {
     return sum_lanes(sum);
 }
 
-/* Where the value is first found; it is there, because it is the maximum of a row without NaN. */
+/* Position of the first `value`. It exists: it is the maximum of a row without NaN. */
 INLINE int64_t first_equal(const float *z, float value, int64_t count) {
     int64_t k = 0;
     for (int found = 0; k + 64 <= count; k += 64) {
@@ -152,7 +152,7 @@ INLINE void clipped_sums(float *p, float factor, const float *minus_s, float eps
         clipped += choose(above, w, all(eps));
         open += choose(above, x, all(0.0f));
     }
-    int64_t padding = (LANES - count % LANES) % LANES; /* lanes past the end, each of which counted eps */
+    int64_t padding = (LANES - count % LANES) % LANES; /* lanes past the end, each of which added eps */
     for (int64_t j = LANES - padding; j < LANES; j++) clipped[j] -= eps;
     *total = sum_lanes(clipped);
     *live = sum_lanes(open);
@@ -167,13 +167,13 @@ INLINE void row_gradient(float *p, const float *minus_s, float eps, float mean, 
     }
 }
 
-/* One sample. `minus_s` (K) is scratch: v^2 of each class, and -u^2 at the label, so that w = p - minus_s everywhere. With
- * slots it is 0 on entry and on return. `p` is the gradient's row, which holds the probabilities until the last step. */
+/* One sample. `minus_s` (K) is scratch: v^2 of each class, and -u^2 at the label, so that w = p - minus_s for all classes.
+ * With slots it is 0 on entry and on return. `p` is the row of the gradient; it holds the probabilities until step 3. */
 FOR_EVERY_CPU static void loss_of_sample(const float *z, int64_t y, int64_t row, Block block, int keep, float eps, int reclip,
                                          int64_t K, float *minus_s, float *p, float *loss, float *scale, int64_t *predicted,
                                          float *cross_entropy, float *margin, float *pull) {
     float top = row_max(z, K);
-    if (!keep || !(fabsf(row_sum(z, K)) < INFINITY && top - z[y] < INFINITY)) { /* one NaN makes the sum one */
+    if (!keep || !(fabsf(row_sum(z, K)) < INFINITY && top - z[y] < INFINITY)) { /* a NaN spreads to the sum */
         memset(p, 0, sizeof(float) * (size_t)K);
         *loss = *scale = *cross_entropy = *margin = *pull = 0.0f;
         *predicted = DROPPED;
@@ -247,13 +247,13 @@ typedef struct {
     float v, u;
 } Step;
 
-/* Paper: project onto [-1, 1]. Official: an entry whose minus_s is past 1 gets no gradient. */
+/* Paper: project onto [-1, 1]. Official: an entry whose square exceeds 1 gets no gradient. */
 INLINE float euler(float x, float q, float new, int rule) {
     if (rule == PAPER) return new < -1.0f ? -1.0f : new > 1.0f ? 1.0f : new;
     return q > 1.0f ? x : new;
 }
 
-/* An entry of v after a visit; h: whether the network contradicts the label there. */
+/* Return an entry of v after a visit; h: whether the network contradicts the label there. */
 INLINE float advance(float x, int h, Step step) {
     float q = x * x;
     if (step.rule == FLOW) return copysignf(sqrtf(q / (h ? q + (1.0f - q) * step.u : 1.0f + q * step.v)), x);
@@ -316,11 +316,12 @@ static float initial_v(uint64_t seed, uint64_t sample, uint32_t class_, float st
     return (radius * (negative ? -turn : turn)) * std;
 }
 
-/* All classes but the predicted one and the label shrink. An entry whose minus_s is too small to show beside 1 keeps its
- * bits, as it would after the arithmetic; nearly all are such, so whole blocks of them are passed over. */
+/* Shrink the entries of all classes except the predicted one and the label. If the square of an entry is too small to
+ * change 1 when added to it, the arithmetic would keep the bits of the entry. Nearly all entries are that small, so
+ * blocks that contain no other are skipped. */
 FOR_EVERY_CPU static void shrink_row(float *v, int64_t K, int64_t predicted, int64_t label, Step step) {
     float kept_label = v[label], kept_predicted = v[predicted];
-    float unseen = step.v > 0.0f ? fminf(sqrtf(0x1p-26f / step.v), 1.0f) : 1.0f; /* past 1 an entry is projected */
+    float unseen = step.v > 0.0f ? fminf(sqrtf(0x1p-26f / step.v), 1.0f) : 1.0f; /* entries beyond 1 are projected */
     for (int64_t k = 0; k < K; k += 4 * LANES) {
         int64_t end = k + 4 * LANES < K ? k + 4 * LANES : K;
         Mask seen = {0};
@@ -349,31 +350,31 @@ typedef struct {
 
 static void visit_slots(Table *table, int64_t row, int64_t label, int64_t predicted, Step step) {
     float *v = table->v + row * table->slots;
-    int64_t base = row * table->slots, place = 0;
+    int64_t base = row * table->slots, slot = 0;
     int hit = 0;
     float smallest = INFINITY;
     for (int64_t j = 0; j < table->slots; j++) {
         int32_t class_ = class_at(table->classes, table->class_bytes, base + j);
         if (class_ == FREE) {
-            if (smallest >= 0.0f) smallest = -1.0f, place = j; /* the first free slot */
+            if (smallest >= 0.0f) smallest = -1.0f, slot = j; /* the first free slot */
             continue;
         }
         hit |= class_ == predicted;
         if (class_ != label) v[j] = advance(v[j], class_ == predicted, step);
-        if (fabsf(v[j]) < smallest) smallest = fabsf(v[j]), place = j;
+        if (fabsf(v[j]) < smallest) smallest = fabsf(v[j]), slot = j;
     }
     if (predicted == label || hit) return;
-    if (smallest >= 0.0f) { /* no free slot: give up the smallest */
-        float lost = v[place] * v[place];
+    if (smallest >= 0.0f) { /* no free slot: evict the smallest */
+        float lost = v[slot] * v[slot];
         table->evictions[row]++;
         if (lost > table->evicted[row]) table->evicted[row] = lost;
     }
     uint64_t sample = (uint64_t)(row * table->stride + table->first);
-    v[place] = advance(initial_v(table->seed, sample, (uint32_t)predicted, table->initial_std), 1, step);
+    v[slot] = advance(initial_v(table->seed, sample, (uint32_t)predicted, table->initial_std), 1, step);
     if (table->class_bytes == 2)
-        ((int16_t *)table->classes)[base + place] = (int16_t)predicted;
+        ((int16_t *)table->classes)[base + slot] = (int16_t)predicted;
     else
-        ((int32_t *)table->classes)[base + place] = (int32_t)predicted;
+        ((int32_t *)table->classes)[base + slot] = (int32_t)predicted;
 }
 
 void sopdist_rows(Table *table, const int64_t *index, const int64_t *labels, const int64_t *predicted, const float *loss,
@@ -383,7 +384,7 @@ void sopdist_rows(Table *table, const int64_t *index, const int64_t *labels, con
 #pragma omp parallel num_threads(threads)
     for (int64_t i = 0; i < B; i++) {
         int64_t row = index[i];
-        /* A row belongs to one thread of the team (which may be smaller than asked for), in batch order. */
+        /* Each row belongs to one thread, which visits it in batch order. The team may be smaller than `threads`. */
         if (predicted[i] == DROPPED || row % omp_get_num_threads() != omp_get_thread_num()) continue;
         float count = (float)++table->visits[row];
         table->mean_loss[row] += (loss[i] - table->mean_loss[row]) / count;

@@ -1,4 +1,4 @@
-"""The kernels of `native.c`, called through ctypes; `reference` documents what they do."""
+"""The kernels of `native.c`, called through ctypes. `reference` documents them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..rows import NoiseTable, RowBlock
 from .facts import Facts, LossResult
 
 _P, _I64, _F32, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
-_ELEMENTS_A_THREAD = 1 << 15  # a second thread pays from about here
+_ELEMENTS_PER_THREAD = 1 << 15  # with fewer, another thread costs more time than it saves
 
 
 class _Table(ctypes.Structure):
@@ -36,7 +36,7 @@ class _Table(ctypes.Structure):
 def _library() -> ctypes.CDLL:
     spec = importlib.util.find_spec("sopdist.noise.kernels._native")
     if spec is None or spec.origin is None:
-        raise RuntimeError("the CPU kernels were not built: install a C compiler, then reinstall sopdist")
+        raise RuntimeError("the CPU kernels are not built: install a C compiler, then reinstall sopdist")
     library = ctypes.CDLL(spec.origin)
     library.sopdist_loss.argtypes = [*(_P,) * 7, *(_I64,) * 4, _F32, _INT, _INT, *(_P,) * 8]
     library.sopdist_loss.restype = None
@@ -46,7 +46,7 @@ def _library() -> ctypes.CDLL:
 
 
 def is_built() -> bool:
-    """Whether the C file was compiled when the package was installed, and can be loaded here."""
+    """Whether `native.c` was compiled when the package was installed, and can be loaded."""
     try:
         _library()
     except (RuntimeError, OSError):
@@ -55,15 +55,15 @@ def is_built() -> bool:
 
 
 def _threads(elements: int) -> int:
-    return max(1, min(torch.get_num_threads(), elements // _ELEMENTS_A_THREAD))
+    return max(1, min(torch.get_num_threads(), elements // _ELEMENTS_PER_THREAD))
 
 
 def _floats(*columns: Tensor) -> tuple[Tensor, ...]:
-    """The columns, whose addresses C takes on trust."""
+    """Check the columns, because C does not check the memory behind a pointer."""
     for column in columns:
         if column.dtype != torch.float32 or column.device.type != "cpu" or not column.is_contiguous():
             found = f"{column.dtype} on {column.device}"
-            raise TypeError(f"the noise table must be contiguous float32 on the CPU, found {found}: was it cast?")
+            raise TypeError(f"the noise table must be contiguous float32 on the CPU, found {found}. Was it cast?")
     return columns
 
 

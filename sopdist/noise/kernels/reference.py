@@ -1,4 +1,4 @@
-"""The reference kernels under one name, as `choose_kernels` hands them out."""
+"""The reference kernels as one module, which `choose_kernels` returns."""
 
 from .reference_loss import fused_loss
 from .reference_rows import update_rows

@@ -1,4 +1,4 @@
-"""One pass over a batch of logits in plain PyTorch: any device, and the oracle for the compiled kernels."""
+"""The fused loss in plain PyTorch: runs on any device, and is the reference for the compiled kernels."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from .facts import DROPPED, Facts, LossResult
 def fused_loss(
     logits: Tensor, labels: Tensor, index: Tensor, block: RowBlock, keep: Tensor | None, *, eps: float, reclip: bool
 ) -> LossResult:
-    """Loss, gradient of the logits and facts of a batch.
+    """Compute loss, gradient of the logits and facts of a batch.
 
-    `index` (B,) says which row of `block` belongs to each sample; labels and index are int64 and in range. Samples with
-    `keep` False, or with a logit that is not finite, get loss 0, gradient 0 and the fact DROPPED. `reclip` clips phi to
-    eps once more after normalising, as the authors' code does.
+    `index` (B,) is the row of `block` of each sample; labels and index are int64 and in range. Samples with `keep`
+    False, or with a logit that is not finite, get loss 0, gradient 0 and `predicted` DROPPED. `reclip` clips phi to eps
+    again after normalising, as the authors' code does.
 
         w = p + s,   c = max(w, eps),   S = sum c,   loss = log S - log c_y
         dloss/dw_k = [w_k > eps] (1/S - [k = y] / c_y)
@@ -27,12 +27,12 @@ def fused_loss(
     z = logits if logits.dtype == torch.float64 else logits.to(torch.float32)  # (B, K)
     y = labels[:, None]
 
-    # 1. The label against its strongest rival. The prediction comes from the logits: a softmax may round two to one.
+    # 1. The label and its strongest rival. The prediction uses the logits: softmax may round two values to the same.
     z_y = z.gather(1, y)[:, 0]
     z_rival, rival = z.scatter(1, y, -torch.inf).max(dim=1)
     predicted = torch.where((z_y > z_rival) | ((z_y == z_rival) & (labels < rival)), labels, rival)
     top = torch.maximum(z_y, z_rival)
-    ok = (z.sum(dim=1).abs() < torch.inf) & (top - z_y < torch.inf)  # one NaN or infinity makes the sum one
+    ok = (z.sum(dim=1).abs() < torch.inf) & (top - z_y < torch.inf)  # a NaN or infinity makes the sum NaN or infinite
     if keep is not None:
         ok &= keep
 
@@ -68,15 +68,14 @@ def fused_loss(
 
 
 def _dense_v(block: RowBlock, index: Tensor, num_classes: int) -> Tensor:
-    """v of all classes, (B, K), with 0 for the entries that slots leave out.
+    """v of all classes, (B, K), with 0 for the entries that slots do not store.
 
-    Those never moved: v^2 < 4e-15, far below half a unit in the last place of any p >= eps. Subtracting it changes no
-    bit that clipping at eps lets through, so slots still equal dense.
+    Those have their initial value: v^2 < 4e-15, far below half a unit in the last place of any p >= eps. Subtracting it
+    changes no bit of a value that is not clipped at eps, so slots still equal dense.
     """
     if block.classes is None:
         return block.v[index]
     classes = block.classes[index].to(torch.int64)  # (B, M)
-    out = torch.zeros(
-        len(index), num_classes + 1, dtype=block.v.dtype, device=block.v.device
-    )  # the last column takes the free slots
+    # The last column receives the free slots.
+    out = torch.zeros(len(index), num_classes + 1, dtype=block.v.dtype, device=block.v.device)
     return out.scatter(1, classes.where(classes >= 0, num_classes), block.v[index])[:, :num_classes]

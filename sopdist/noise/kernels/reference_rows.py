@@ -1,7 +1,7 @@
-"""The update of the visited rows in plain PyTorch: any device, and the oracle for the compiled kernels.
+"""The update of the visited rows in plain PyTorch: runs on any device, and is the reference for the compiled kernels.
 
-Only additions, multiplications, divisions and square roots, each an operation of its own, so that every device rounds
-them alike: given equal facts, the compiled kernels end with the same bits.
+Uses only additions, multiplications, divisions and square roots, each as a separate operation, so that every device
+rounds them the same way. Given equal facts, the compiled kernels produce the same bits.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from .facts import DROPPED, Facts
 
 
 def update_rows(table: NoiseTable, index: Tensor, labels: Tensor, facts: Facts, step: Step) -> None:
-    """Visit row `index` of each sample with its facts, in place; an index that comes twice twice, in batch order."""
+    """Update row `index` of each sample in place. An index that occurs twice is visited twice, in batch order."""
     for part in _rounds(index, facts.predicted):
         _visit(table, index[part], labels[part], Facts(*(fact[part] for fact in facts)), step)
 
 
 def _rounds(index: Tensor, predicted: Tensor) -> Iterator[Tensor]:
-    """Batch positions in rounds: no row twice in a round, a row's n-th visit in round n; dropped samples in none."""
+    """Yield batch positions in rounds. Round n holds the n-th visit of each row. Dropped samples are in no round."""
     kept = (predicted != DROPPED).nonzero()[:, 0]
     ordered, order = index[kept].sort(stable=True)
-    place = torch.arange(len(ordered), device=index.device)
+    position = torch.arange(len(ordered), device=index.device)
     new = torch.ones_like(ordered, dtype=torch.bool)
     new[1:] = ordered[1:] != ordered[:-1]
-    visit = place - torch.where(new, place, 0).cummax(0).values  # 0 for the first of a run, then 1, 2, ...
-    for number in range(int(visit.max()) + 1 if len(visit) else 0):
-        yield kept[order[visit == number]]
+    visit = position - torch.where(new, position, 0).cummax(0).values  # 0 for the first of a run, then 1, 2, ...
+    for n in range(int(visit.max()) + 1 if len(visit) else 0):
+        yield kept[order[visit == n]]
 
 
 def _visit(table: NoiseTable, rows: Tensor, labels: Tensor, facts: Facts, step: Step) -> None:
-    """One visit of distinct rows."""
+    """Apply one visit to distinct rows."""
     wrong = facts.predicted != labels
     table.u[rows] = _next_u(table.u[rows], wrong, facts.pull, step)
     table.visits[rows] += 1
@@ -46,10 +46,10 @@ def _visit(table: NoiseTable, rows: Tensor, labels: Tensor, facts: Facts, step: 
     if table.classes is None:
         classes = torch.arange(table.num_classes, device=rows.device).expand(len(rows), -1)  # (b, K)
     else:
-        classes = table.classes[rows].to(torch.int64)  # (b, M); -1 is a free slot, which holds 0 and so keeps it
+        classes = table.classes[rows].to(torch.int64)  # (b, M); -1 is a free slot: its v is 0, and stays 0
     v = table.v[rows]
     hit = classes == facts.predicted[:, None]
-    v = torch.where(classes == labels[:, None], v, _advance(v, hit, step))  # the label's own entry never moves
+    v = torch.where(classes == labels[:, None], v, _advance(v, hit, step))  # the label's own entry never changes
     table.v[rows] = v
     if table.classes is not None:
         newcomer = wrong & ~hit.any(dim=1)
@@ -57,22 +57,22 @@ def _visit(table: NoiseTable, rows: Tensor, labels: Tensor, facts: Facts, step: 
 
 
 def _admit(table: NoiseTable, rows: Tensor, newcomer: Tensor, classes: Tensor, v: Tensor, step: Step) -> None:
-    """A class predicted for the first time takes the first free slot, or that of the smallest |v|."""
+    """Store a class predicted for the first time in the first free slot, or in place of the smallest |v|."""
     assert table.classes is not None
     assert table.evictions is not None
     assert table.evicted is not None
-    place = v.abs().where(classes >= 0, -1).argmin(dim=1)
-    everyone = torch.arange(len(rows), device=rows.device)
-    full, lost = classes[everyone, place] >= 0, v[everyone, place].square()
+    slot = v.abs().where(classes >= 0, -1).argmin(dim=1)
+    every_row = torch.arange(len(rows), device=rows.device)
+    full, lost = classes[every_row, slot] >= 0, v[every_row, slot].square()
     table.evictions[rows] += full
     table.evicted[rows] = torch.maximum(table.evicted[rows], lost.where(full, 0))
-    table.classes[rows, place] = newcomer.to(table.classes.dtype)
+    table.classes[rows, slot] = newcomer.to(table.classes.dtype)
     start = initial_v(table.seed, table.samples_of(rows), newcomer)
-    table.v[rows, place] = _advance(start, torch.ones_like(start, dtype=torch.bool), step)
+    table.v[rows, slot] = _advance(start, torch.ones_like(start, dtype=torch.bool), step)
 
 
 def _advance(x: Tensor, h: Tensor, step: Step) -> Tensor:
-    """Entries of v after a visit; h: whether the network contradicts the label there."""
+    """Return entries of v after a visit; h: whether the network contradicts the label there."""
     q = x * x
     if step.rule == "flow":
         return sqrt_rounded(q / torch.where(h, q + (1 - q) * step.u, 1 + q * step.v)).copysign(x)
@@ -89,5 +89,5 @@ def _next_u(u: Tensor, wrong: Tensor, pull: Tensor, step: Step) -> Tensor:
 
 
 def _euler(x: Tensor, q: Tensor, new: Tensor, step: Step) -> Tensor:
-    """Paper: project onto [-1, 1]. Official: an entry whose square is past 1 gets no gradient."""
+    """Paper: project onto [-1, 1]. Official: an entry whose square exceeds 1 gets no gradient."""
     return new.clamp(-1, 1) if step.rule == "paper" else torch.where(q > 1, x, new)

@@ -1,7 +1,7 @@
 """Initial values of v on the GPU: the arithmetic of `noise/counter.py`, operation for operation.
 
-Divisions and square roots are the IEEE ones (`div_rn`, `sqrt_rn`) and callers compile without fused multiply-add, so
-the bits are those of the CPU.
+Divisions and square roots round as IEEE 754 says (`div_rn`, `sqrt_rn`), and callers compile without fused multiply-add,
+so the results equal those of the CPU, bit for bit.
 """
 
 import triton

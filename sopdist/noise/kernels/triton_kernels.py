@@ -1,4 +1,4 @@
-"""The Triton kernels under one name, as `choose_kernels` hands them out."""
+"""The Triton kernels as one module, which `choose_kernels` returns."""
 
 from .triton_loss import fused_loss
 from .triton_rows import update_rows

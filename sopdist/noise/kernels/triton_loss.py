@@ -1,7 +1,8 @@
 """One pass over the logits on the GPU: loss, gradient of the logits, predicted class, pull on u.
 
-One program a sample. Up to ONE_TILE classes the row of logits is read once and stays in registers; a longer row
-(ImageNet-21k has 22,000) is walked three times in tiles, out of the cache. float32 inside whatever the logits are.
+One program per sample. Up to ONE_TILE classes, the logits of a sample are read once and stay in registers. With more
+classes (ImageNet-21k has 22,000), they are read three times in tiles, from the cache. The arithmetic is float32 for
+every dtype of the logits.
 """
 
 import torch
@@ -19,7 +20,7 @@ _DROPPED = tl.constexpr(DROPPED)
 
 @triton.jit
 def _squares(v_ptr, class_ptr, row, cols, mask, K, M: tl.constexpr, SLOTS: tl.constexpr):
-    """min(v^2, 1) of the columns of one row; slots leave out what never moved (see `reference_loss._dense_v`)."""
+    """min(v^2, 1) of columns of one row; 0 for entries that slots do not store (see `reference_loss._dense_v`)."""
     if SLOTS:
         q = tl.zeros_like(cols).to(tl.float32)
         for slot in tl.static_range(M):
@@ -34,7 +35,7 @@ def _squares(v_ptr, class_ptr, row, cols, mask, K, M: tl.constexpr, SLOTS: tl.co
 
 @triton.jit
 def _p_and_w(z, cols, y, w_y, top, denominator, v_ptr, class_ptr, row, K, M: tl.constexpr, SLOTS: tl.constexpr):
-    """Probabilities, and w = p + s, of some columns of one row."""
+    """Probabilities p, and w = p + s, of some columns of one row."""
     p = tl.exp(z - top) / denominator
     w = tl.where(cols == y, w_y, p - _squares(v_ptr, class_ptr, row, cols, cols < K, K, M, SLOTS))
     return p, w
@@ -42,15 +43,15 @@ def _p_and_w(z, cols, y, w_y, top, denominator, v_ptr, class_ptr, row, K, M: tl.
 
 @triton.jit
 def loss_kernel(
-    logits_ptr,  # (B, K), rows `logits_stride` apart
+    logits_ptr,  # (B, K), with a row stride of `logits_stride`
     labels_ptr,  # (B,) int64
-    index_ptr,  # (B,) int64: the row of each sample
+    index_ptr,  # (B,) int64: the table row of each sample
     keep_ptr,  # (B,) uint8: 0 = drop
     u_ptr,  # (R,)
     v_ptr,  # (R, K) or (R, M)
     class_ptr,  # (R, M) for slots
     losses_ptr,  # (B,) float32
-    gradient_ptr,  # (B, K) float32, up to the factor in `scale`
+    gradient_ptr,  # (B, K) float32, without the factor `scale`
     scale_ptr,  # (B,) float32
     predicted_ptr,  # (B,) int64
     cross_entropy_ptr,  # (B,) float32
@@ -63,7 +64,7 @@ def loss_kernel(
     SLOTS: tl.constexpr,
     RECLIP: tl.constexpr,
     BLOCK: tl.constexpr,
-    WHOLE: tl.constexpr,  # the row fits in one block
+    ONE_BLOCK: tl.constexpr,  # all classes fit in one block
 ):
     """Loss, gradient and facts of sample `program_id(0)`."""
     i = tl.program_id(0).to(tl.int64)
@@ -72,10 +73,10 @@ def loss_kernel(
     z_base = logits_ptr + i * logits_stride
     z_y = tl.load(z_base + y).to(tl.float32)
     lanes = tl.arange(0, BLOCK)
-    if WHOLE:
+    if ONE_BLOCK:
         z = tl.load(z_base + lanes, mask=lanes < K, other=float("-inf")).to(tl.float32)
 
-    # 1. The strongest rival of the label (the lowest class on ties), the sum of exponentials, and of the logits.
+    # 1. The strongest rival of the label (the lowest class on ties), the sums of exponentials and of logits.
     rival = -1
     z_rival = float("-inf")
     sum_z = 0.0
@@ -83,7 +84,7 @@ def loss_kernel(
     denominator = 0.0
     for start in range(0, K, BLOCK):
         cols = start + lanes
-        if not WHOLE:
+        if not ONE_BLOCK:
             z = tl.load(z_base + cols, mask=cols < K, other=float("-inf")).to(tl.float32)
         best, where = tl.max(
             tl.where(cols == y, float("-inf"), z), axis=0, return_indices=True, return_indices_tie_break_left=True
@@ -94,22 +95,22 @@ def loss_kernel(
         denominator = denominator * tl.exp(top - new_top) + tl.sum(tl.exp(z - new_top), axis=0)
         top = new_top
         sum_z += tl.sum(tl.where(cols < K, z, 0.0), axis=0)
-    finite = (tl.abs(sum_z) < float("inf")) & (top - z_y < float("inf"))  # one NaN or infinity makes the sum one
+    finite = (tl.abs(sum_z) < float("inf")) & (top - z_y < float("inf"))  # a NaN or infinity spreads to the sum
     ok = finite & (tl.load(keep_ptr + i) != 0)
     predicted = tl.where((z_y > z_rival) | ((z_y == z_rival) & (y < rival)), y, rival)
 
-    # 2. S = sum of max(w, eps), and the probability on classes that are not clipped.
+    # 2. S = sum of max(w, eps), and the total probability of the classes that are not clipped.
     p_y = tl.exp(z_y - top) / denominator
     p_rival = tl.exp(z_rival - top) / denominator
     u = tl.load(u_ptr + row)
     w_y = p_y + tl.minimum(u * u, 1.0)
-    if WHOLE:
+    if ONE_BLOCK:
         p, w = _p_and_w(z, lanes, y, w_y, top, denominator, v_ptr, class_ptr, row, K, M, SLOTS)
     total = 0.0
     p_live = 0.0
     for start in range(0, K, BLOCK):
         cols = start + lanes
-        if not WHOLE:
+        if not ONE_BLOCK:
             z = tl.load(z_base + cols, mask=cols < K, other=float("-inf")).to(tl.float32)
             p, w = _p_and_w(z, cols, y, w_y, top, denominator, v_ptr, class_ptr, row, K, M, SLOTS)
         total += tl.sum(tl.where(cols < K, tl.maximum(w, eps), 0.0), axis=0)
@@ -130,7 +131,7 @@ def loss_kernel(
         moves = ok & (clipped == 0)
     for start in range(0, K, BLOCK):
         cols = start + lanes
-        if not WHOLE:
+        if not ONE_BLOCK:
             z = tl.load(z_base + cols, mask=cols < K, other=float("-inf")).to(tl.float32)
             p, w = _p_and_w(z, cols, y, w_y, top, denominator, v_ptr, class_ptr, row, K, M, SLOTS)
         gradient = p * (tl.where(w > eps, 1.0, 0.0) - mean) - tl.where(cols == y, own, 0.0)
@@ -145,7 +146,7 @@ def loss_kernel(
 
 
 def launch_shape(num_classes: int) -> tuple[int, int]:
-    """Block size and warps: 8 logits a thread, 4 from 2,048 classes on, so that nothing spills."""
+    """Block size and warps: 8 logits per thread, or 4 in blocks over 1,024, so that no registers spill."""
     block = max(128, triton.next_power_of_2(num_classes)) if num_classes <= ONE_TILE else _TILE
     return block, max(1, block // (128 if block > 1024 else 256))
 
@@ -171,6 +172,6 @@ def fused_loss(
             losses, gradient, scale, predicted, cross_entropy, margin, pull,
             logits.stride(0), classes, eps,
             M=block.v.shape[1] if block.classes is not None else 1, SLOTS=block.classes is not None, RECLIP=reclip,
-            BLOCK=size, WHOLE=classes <= size, num_warps=warps, enable_fp_fusion=True,
+            BLOCK=size, ONE_BLOCK=classes <= size, num_warps=warps, enable_fp_fusion=True,
         )  # fmt: skip
     return LossResult(losses, gradient, scale, Facts(predicted, cross_entropy, margin, pull))

@@ -1,10 +1,10 @@
-"""One pass over the touched rows on the GPU: the update of u, v and the running means.
+"""The update of the visited rows on the GPU: u, v and the running means, in one pass.
 
-Every operation is an IEEE one (`div_rn`, `sqrt_rn`, no fused multiply-add), in the order of the reference, so that a
-row ends with the same bits on a CPU and on a GPU.
+Every operation rounds as IEEE 754 says (`div_rn`, `sqrt_rn`, no fused multiply-add), in the order of the reference, so
+a row has the same bits on a CPU and on a GPU.
 
-Duplicates need no sorting and no atomics: the program of a sample whose row came earlier in the batch does nothing, the
-first one visits the row for all of them, in batch order.
+Duplicate indices need no sorting and no atomics: the program of the first sample with a given row applies all visits of
+that row, in batch order. The programs of later samples with that row do nothing.
 """
 
 import torch
@@ -18,13 +18,13 @@ from .facts import DROPPED, Facts
 from .triton_counter import initial_v
 
 FLOW, PAPER, OFFICIAL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-MAX_SCAN = 1024  # how much of the batch's index is searched at a time
+MAX_SCAN = 1024  # entries of the batch's index searched at a time
 _DROPPED = tl.constexpr(DROPPED)
 
 
 @triton.jit
 def _next_visit(index_ptr, row, after, B, SCAN: tl.constexpr):
-    """The first position past `after` whose sample has this row, or B."""
+    """Return the first position after `after` whose sample has this row, or B."""
     found = B
     start = after + 1
     while (start < B) & (found == B):
@@ -42,7 +42,7 @@ def _signed_root(q, x):
 
 @triton.jit
 def _euler(x, q, new, RULE: tl.constexpr):
-    """Paper: project onto [-1, 1]. Official: an entry whose square is past 1 gets no gradient."""
+    """Paper: project onto [-1, 1]. Official: an entry whose square exceeds 1 gets no gradient."""
     if RULE == PAPER:
         return tl.minimum(tl.maximum(new, -1.0), 1.0)
     else:  # noqa: RET505 - a compile-time branch
@@ -51,7 +51,7 @@ def _euler(x, q, new, RULE: tl.constexpr):
 
 @triton.jit
 def _advance(x, h, rate_v, rate_u, RULE: tl.constexpr):
-    """Entries of v after a visit; h: whether the network contradicts the label there."""
+    """Return entries of v after a visit; h: whether the network contradicts the label there."""
     q = x * x
     if RULE == FLOW:
         return _signed_root(tl.math.div_rn(q, tl.where(h, q + (1.0 - q) * rate_u, 1.0 + q * rate_v)), x)
@@ -76,7 +76,7 @@ def _visit_scalars(
     index_ptr, labels_ptr, predicted_ptr, loss_ptr, margin_ptr, pull_ptr,
     B, rate_v, rate_u, RULE: tl.constexpr, SCAN: tl.constexpr,
 ):  # fmt: skip
-    """All visits of one row to its u and running means."""
+    """Apply all visits of one row to its u and running means."""
     u = tl.load(u_ptr + row)
     mean_loss = tl.load(mean_loss_ptr + row)
     mean_margin = tl.load(mean_margin_ptr + row)
@@ -104,7 +104,7 @@ def dense_rows_kernel(
     index_ptr, labels_ptr, predicted_ptr, loss_ptr, margin_ptr, pull_ptr,  # the batch, (B,) each
     B, K, rate_v, rate_u, RULE: tl.constexpr, BLOCK: tl.constexpr, SCAN: tl.constexpr,
 ):  # fmt: skip
-    """Program (i, t): columns t * BLOCK ... of the row of sample i."""
+    """Program (i, t) updates columns t * BLOCK ... of the row of sample i."""
     i = tl.program_id(0)
     row = tl.load(index_ptr + i)
     if _next_visit(index_ptr, row, -1, B, SCAN) == i:
@@ -132,7 +132,7 @@ def slots_rows_kernel(
     B, seed, sample_first, sample_stride, rate_v, rate_u,
     RULE: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr, SCAN: tl.constexpr,
 ):  # fmt: skip
-    """Program i: the M slots of the row of sample i, in a block of the next power of two."""
+    """Program i updates the M slots of the row of sample i, in a block of the next power of two."""
     i = tl.program_id(0)
     row = tl.load(index_ptr + i)
     if _next_visit(index_ptr, row, -1, B, SCAN) == i:
@@ -154,16 +154,16 @@ def slots_rows_kernel(
                 hit = classes == predicted
                 new = _advance(v, hit, rate_v, rate_u, RULE)
                 v = tl.where((classes < 0) | (classes == label), v, new)
-                # A class predicted for the first time takes the first free slot, or that of the smallest |v|.
+                # Store a class predicted for the first time in the first free slot, or in place of the smallest |v|.
                 if (predicted != label) & (tl.max(hit.to(tl.int32), axis=0) == 0):
                     size = tl.where(classes == -1, -1.0, tl.where(real, tl.abs(v), float("inf")))
-                    smallest, place = tl.min(size, axis=0, return_indices=True, return_indices_tie_break_left=True)
+                    smallest, slot = tl.min(size, axis=0, return_indices=True, return_indices_tie_break_left=True)
                     if smallest >= 0.0:
                         evictions += 1
                         evicted = tl.maximum(evicted, smallest * smallest)
                     start = initial_v(seed, row * sample_stride + sample_first, predicted)
-                    classes = tl.where(slots == place, predicted, classes)
-                    v = tl.where(slots == place, _advance(start, True, rate_v, rate_u, RULE), v)
+                    classes = tl.where(slots == slot, predicted, classes)
+                    v = tl.where(slots == slot, _advance(start, True, rate_v, rate_u, RULE), v)
             at = _next_visit(index_ptr, row, at, B, SCAN)
         tl.store(class_ptr + row * M + slots, classes.to(class_ptr.dtype.element_ty), mask=real)
         tl.store(v_ptr + row * M + slots, v, mask=real)
@@ -172,7 +172,7 @@ def slots_rows_kernel(
 
 
 def dense_launch_shape(num_classes: int) -> tuple[int, int]:
-    """Columns a program takes, and its warps."""
+    """Columns per program, and warps."""
     block = min(1024, max(32, triton.next_power_of_2(num_classes)))
     return block, max(1, block // 256)
 

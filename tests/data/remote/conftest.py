@@ -1,4 +1,4 @@
-"""A split at home, and a server that offers it."""
+"""A local split, and a server that serves it."""
 
 from __future__ import annotations
 
@@ -11,20 +11,15 @@ import pytest
 from sopdist.data.labels import write_labels
 from sopdist.data.remote import cache as caches
 from sopdist.data.remote import transfer
-from tests.data.http_server import Server
-from tests.data.pictures import encoded, picture
-from tests.data.small_splits import sample, write_split
-
-from .far import (
-    PIECE,
-    SAMPLES,
-    SHARDS,
-)
+from tests.support.http_server import Server
+from tests.support.pictures import encoded, picture
+from tests.support.remote_splits import CHUNK, SAMPLES, SHARDS
+from tests.support.small_splits import sample, write_split
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A split on this machine: the oracle of all tests."""
+def local_split(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A split on this machine, which all remote reads are compared with."""
     folder = tmp_path_factory.mktemp("split")
     members = [sample(index, image=encoded(picture(index), quality=95)) for index in range(SHARDS * SAMPLES)]
     manifest = write_split(folder, members, per_shard=SAMPLES)
@@ -33,8 +28,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def server(home: Path) -> Iterator[Server]:
-    with Server(home) as server:
+def server(local_split: Path) -> Iterator[Server]:
+    with Server(local_split) as server:
         yield server
 
 
@@ -44,9 +39,9 @@ def cache(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer, "_PIECE", PIECE)
-    monkeypatch.setattr(transfer, "_LEAST_PIECE", PIECE // 4)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer, "_CHUNK", CHUNK)
+    monkeypatch.setattr(transfer, "_MIN_CHUNK", CHUNK // 4)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The cache: filled ahead, never too full, shared by processes, and sound whatever dies."""
+"""The cache: prefetched, within its limit, shared by processes, and valid after a process was killed."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ from typing import Any
 
 import pytest
 
-from sopdist.data.errors import DataError
 from sopdist.data.manifest import read_manifest, shard_name
 from sopdist.data.remote import transfer
-from tests.data.http_server import HANG, Server
-
-from .far import (
+from sopdist.errors import DataError
+from tests.support.http_server import HANG, Server
+from tests.support.remote_splits import (
     PLENTY,
     SHARDS,
     assert_reads_like,
@@ -42,15 +41,15 @@ def test_downloads_follow_the_expected_order(server: Server, cache: Path) -> Non
         assert server.tars == [info.name for info in order]
         for info in order:
             store.folder_of(info)
-        assert store.stats()["hits"] >= SHARDS - 1  # the last one may be about to come
+        assert store.stats()["hits"] >= SHARDS - 1  # the last one may still be in progress
         assert max(server.requests.values()) == 1
 
 
 @pytest.mark.usefixtures("short_grace")
-def test_as_much_is_fetched_ahead_as_the_limit_holds_and_the_next_when_one_is_taken(
-    server: Server, cache: Path, home: Path
+def test_prefetching_fills_the_limit_and_continues_when_a_shard_is_requested(
+    server: Server, cache: Path, local_split: Path
 ) -> None:
-    with open_remote_closing(server.url, cache, limit_for(home, 3)) as store:
+    with open_remote_closing(server.url, cache, limit_for(local_split, 3)) as store:
         shards = store.manifest().shards
         store.expect(shards)
         wait_for(lambda: len(cached_tars(cache)) == 3)
@@ -58,39 +57,39 @@ def test_as_much_is_fetched_ahead_as_the_limit_holds_and_the_next_when_one_is_ta
         assert sorted(server.tars) == [shard_name(number) for number in range(3)]
         store.folder_of(shards[0])
         wait_for(lambda: len(server.tars) == 4)
-        store.expect(shards[4:])  # what is not expected any more makes room
+        store.expect(shards[4:])  # shards that are no longer expected make room
         wait_for(lambda: {shard_name(4), shard_name(5)} <= cached_tars(cache))
         assert max(server.requests.values()) == 1
 
 
 @pytest.mark.usefixtures("short_grace")
 @pytest.mark.parametrize("shards", [1.1, 2.5])
-def test_the_cache_never_exceeds_its_limit(server: Server, cache: Path, home: Path, shards: float) -> None:
-    limit = limit_for(home, shards)
-    most, done = 0, threading.Event()
+def test_the_cache_never_exceeds_its_limit(server: Server, cache: Path, local_split: Path, shards: float) -> None:
+    limit = limit_for(local_split, shards)
+    peak, done = 0, threading.Event()
 
     def watch() -> None:
-        nonlocal most
+        nonlocal peak
         while not done.is_set():
-            most = max(most, bytes_in(cache))
+            peak = max(peak, bytes_in(cache))
 
     watcher = threading.Thread(target=watch)
     watcher.start()
     store = open_remote(server.url, cache, limit)
     try:
-        assert_reads_like(store, home)
+        assert_reads_like(store, local_split)
     finally:
         done.set()
         watcher.join()
-    assert limit // 2 < most <= limit
+    assert limit // 2 < peak <= limit
     assert store.stats()["evictions"] >= SHARDS - 3
 
 
 @pytest.mark.usefixtures("short_grace")
-def test_who_waits_gets_room_at_the_cost_of_the_last_expected(
-    server: Server, cache: Path, home: Path, caplog: pytest.LogCaptureFixture
+def test_a_requested_shard_evicts_the_last_expected_one(
+    server: Server, cache: Path, local_split: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    limit = limit_for(home, 2)
+    limit = limit_for(local_split, 2)
     with open_remote_closing(server.url, cache, limit) as store:
         shards = store.manifest().shards
         store.expect(shards[:2])
@@ -98,12 +97,12 @@ def test_who_waits_gets_room_at_the_cost_of_the_last_expected(
         time.sleep(0.1)
         store.folder_of(shards[5])
         assert cached_tars(cache) == {shard_name(0), shard_name(5)}
-    assert f"the limit of {limit:,} bytes is too small" in caplog.text
+    assert f"the cache limit of {limit:,} bytes is too small" in caplog.text
 
 
 @pytest.mark.usefixtures("short_grace")
-def test_the_least_recently_used_goes_first(server: Server, cache: Path, home: Path) -> None:
-    with open_remote_closing(server.url, cache, limit_for(home, 3)) as store:
+def test_the_least_recently_used_shard_is_evicted_first(server: Server, cache: Path, local_split: Path) -> None:
+    with open_remote_closing(server.url, cache, limit_for(local_split, 3)) as store:
         shards = store.manifest().shards
         for number in (0, 1, 2, 0, 3):
             store.folder_of(shards[number])
@@ -112,24 +111,26 @@ def test_the_least_recently_used_goes_first(server: Server, cache: Path, home: P
 
 
 @pytest.mark.usefixtures("short_grace")
-def test_fetching_ahead_leaves_alone_what_another_store_expects(server: Server, cache: Path, home: Path) -> None:
-    limit = limit_for(home, 4)
+def test_prefetching_does_not_evict_shards_that_another_store_expects(
+    server: Server, cache: Path, local_split: Path
+) -> None:
+    limit = limit_for(local_split, 4)
     with open_remote_closing(server.url, cache, limit) as one, open_remote_closing(server.url, cache, limit) as two:
         shards = one.manifest().shards
         one.expect(shards[:2])
         wait_for(lambda: len(cached_tars(cache)) == 2)
         two.expect(shards[2:])
         wait_for(lambda: len(cached_tars(cache)) == 4)
-        time.sleep(0.7)  # longer than workers idle
+        time.sleep(0.7)  # longer than the idle interval of the workers
         for info in shards[:2]:
             one.folder_of(info)
         assert one.stats()["hits"] == 2
         assert max(server.requests.values()) <= 2  # the manifest
 
 
-def test_a_limit_that_cannot_hold_a_shard_is_refused_with_the_figure(server: Server, cache: Path) -> None:
+def test_a_limit_that_cannot_hold_a_shard_is_refused_with_the_required_size(server: Server, cache: Path) -> None:
     largest = max(info.bytes for info in open_remote(server.url, cache).manifest().shards)
-    with pytest.raises(DataError, match=rf"need {largest:,} bytes, the limit .* is {largest - 1:,}"):
+    with pytest.raises(DataError, match=rf"need {largest:,} bytes, but the limit .* is {largest - 1:,}"):
         open_remote(server.url, cache, largest - 1).manifest()
     with open_remote_closing(server.url, cache, largest) as store:  # no room for the index
         info = max(store.manifest().shards, key=lambda info: info.bytes)
@@ -138,28 +139,28 @@ def test_a_limit_that_cannot_hold_a_shard_is_refused_with_the_figure(server: Ser
 
 
 @pytest.mark.usefixtures("short_grace")
-def test_files_that_are_not_ours_are_neither_counted_nor_touched(server: Server, cache: Path, home: Path) -> None:
+def test_files_of_others_are_neither_counted_nor_touched(server: Server, cache: Path, local_split: Path) -> None:
     (cache / "thesis").mkdir(parents=True)
-    mine = [cache / "thesis" / "shard-000000.tar", cache / "notes.json"]
-    for path in mine:
+    others = [cache / "thesis" / "shard-000000.tar", cache / "notes.json"]
+    for path in others:
         path.write_bytes(b"x" * 100_000)
         os.utime(path, (0, 0))
-    assert_reads_like(open_remote(server.url, cache, limit_for(home, 1.5)), home)
-    assert all(path.exists() for path in mine)
+    assert_reads_like(open_remote(server.url, cache, limit_for(local_split, 1.5)), local_split)
+    assert all(path.exists() for path in others)
 
 
-# The cache outlives its processes
+# Reuse by later processes
 
 
-def test_what_is_cached_is_not_downloaded_again(server: Server, cache: Path, home: Path) -> None:
-    assert_reads_like(open_remote(server.url, cache), home)
+def test_cached_files_are_not_downloaded_again(server: Server, cache: Path, local_split: Path) -> None:
+    assert_reads_like(open_remote(server.url, cache), local_split)
     store = open_remote(server.url, cache)
-    assert_reads_like(store, home, ahead=False)
+    assert_reads_like(store, local_split, ahead=False)
     assert all(count == 1 for path, count in server.requests.items() if path.endswith((".tar", ".idx", ".npy")))
     assert store.stats()["hits"] == SHARDS
 
 
-def test_what_vanished_from_the_cache_is_downloaded_again(server: Server, cache: Path, home: Path) -> None:
+def test_files_missing_from_the_cache_are_downloaded_again(server: Server, cache: Path, local_split: Path) -> None:
     with open_remote_closing(server.url, cache) as store:
         shards = store.manifest().shards
         store.expect(shards)
@@ -168,7 +169,7 @@ def test_what_vanished_from_the_cache_is_downloaded_again(server: Server, cache:
         (folder / shard_name(0)).unlink()
         (folder / "shard-000001.idx").unlink()
         (folder / shard_name(2)).write_bytes(b"too short")
-        assert_reads_like(store, home)
+        assert_reads_like(store, local_split)
 
 
 READER = """
@@ -193,7 +194,9 @@ def start_reader(root: str, cache: Path, limit: int = PLENTY) -> subprocess.Pope
     return subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
-def test_two_processes_share_a_cache_and_download_each_shard_once(server: Server, cache: Path, home: Path) -> None:
+def test_two_processes_share_a_cache_and_download_each_shard_once(
+    server: Server, cache: Path, local_split: Path
+) -> None:
     readers = [start_reader(server.url, cache) for _ in range(2)]
     for reader in readers:
         assert reader.stdout is not None
@@ -209,11 +212,13 @@ def test_two_processes_share_a_cache_and_download_each_shard_once(server: Server
         results.append(json.loads(output))
     assert results[0][0] == results[1][0]
     assert all(server.requests[shard_name(number)] == 1 for number in range(SHARDS))
-    tars = sum(info.bytes for info in read_manifest(home).shards)
+    tars = sum(info.bytes for info in read_manifest(local_split).shards)
     assert tars <= results[0][1]["downloaded_bytes"] + results[1][1]["downloaded_bytes"] < 2 * tars
 
 
-def test_a_killed_process_leaves_a_cache_that_the_next_one_can_use(server: Server, cache: Path, home: Path) -> None:
+def test_a_killed_process_leaves_a_cache_that_the_next_one_can_use(
+    server: Server, cache: Path, local_split: Path
+) -> None:
     server.always[shard_name(2)] = HANG
     reader = start_reader(server.url, cache)
     assert reader.stdin is not None
@@ -225,7 +230,7 @@ def test_a_killed_process_leaves_a_cache_that_the_next_one_can_use(server: Serve
     reader.communicate()
     assert shard_name(2) + ".part" in [path.name for path in cache.glob("*/*.part")]
     server.always.clear()
-    assert_reads_like(open_remote(server.url, cache, limit_for(home, SHARDS)), home)
+    assert_reads_like(open_remote(server.url, cache, limit_for(local_split, SHARDS)), local_split)
     assert not list(cache.glob("*/*.part"))
     assert not list(cache.glob("fetching-*"))
     assert server.requests[shard_name(1)] == 1
@@ -239,24 +244,25 @@ def fetch_threads() -> list[str]:
 
 
 @pytest.mark.parametrize("kind", ["http", "pipe"])
-def test_close_in_the_middle_of_a_download_is_quick_and_leaves_nothing(
-    server: Server, cache: Path, home: Path, tmp_path: Path, kind: str
+def test_closing_during_a_download_is_quick_and_leaves_no_files(
+    server: Server, cache: Path, local_split: Path, tmp_path: Path, kind: str
 ) -> None:
     script = tmp_path / "slow.sh"
-    script.write_text(f'case "$1" in *.tar) head -c 999 {home}/$1; sleep 60;; *) cat {home}/$1;; esac\n')
+    script.write_text(f'case "$1" in *.tar) head -c 999 {local_split}/$1; sleep 60;; *) cat {local_split}/$1;; esac\n')
+    before = set(fetch_threads())  # a decoder of another test may still be shutting down
     store = open_remote(server.url if kind == "http" else f"pipe:sh {script} {{}}", cache)
     shards = store.manifest().shards
     for info in shards:
         server.always[info.name] = HANG
     failures: list[BaseException] = []
 
-    def ask() -> None:
+    def request() -> None:
         try:
             store.folder_of(shards[-1])
         except DataError as error:
             failures.append(error)
 
-    reader = threading.Thread(target=ask)
+    reader = threading.Thread(target=request)
     reader.start()
     store.expect(shards)
     wait_for(lambda: len(list(cache.glob("*/*.part"))) == 5)  # four workers and the reader
@@ -265,7 +271,7 @@ def test_close_in_the_middle_of_a_download_is_quick_and_leaves_nothing(
     reader.join(5)
     assert time.monotonic() - started < 2
     assert "closed" in str(failures[0])
-    assert not fetch_threads()
+    assert not set(fetch_threads()) - before
     assert not list(cache.glob("*/*.part"))
     assert not list(cache.glob("fetching-*"))
     with pytest.raises(DataError, match="was closed"):
@@ -273,7 +279,7 @@ def test_close_in_the_middle_of_a_download_is_quick_and_leaves_nothing(
     store.close()
 
 
-def test_a_store_from_before_a_fork_says_so(server: Server, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_opened_before_a_fork_is_refused(server: Server, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = open_remote(server.url, cache)
     monkeypatch.setattr(os, "getpid", lambda: 1)
     with pytest.raises(DataError, match="before a fork"):
@@ -285,7 +291,7 @@ def test_a_store_from_before_a_fork_says_so(server: Server, cache: Path, monkeyp
 
 @pytest.mark.usefixtures("short_grace")
 @pytest.mark.parametrize("times", [1, 2])
-def test_a_full_disk_is_cleared_once(server: Server, cache: Path, monkeypatch: pytest.MonkeyPatch, times: int) -> None:
+def test_a_full_disk_is_freed_once(server: Server, cache: Path, monkeypatch: pytest.MonkeyPatch, times: int) -> None:
     fetch, left = transfer.Transfer.fetch, [times]
 
     def full(self: transfer.Transfer, name: str, file: Any, size: int | None = None) -> str:
@@ -307,10 +313,7 @@ def test_a_full_disk_is_cleared_once(server: Server, cache: Path, monkeypatch: p
                 store.folder_of(shards[1])
 
 
-def test_a_cache_that_cannot_be_written_says_so(server: Server, tmp_path: Path) -> None:
+def test_a_cache_folder_that_cannot_be_written_is_an_error(server: Server, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match="cannot be a cache"):
+    with pytest.raises(DataError, match="cannot be used as a cache"):
         open_remote(server.url, tmp_path / "file")
-
-
-# Other addresses

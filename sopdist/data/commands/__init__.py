@@ -1,1 +1,0 @@
-"""The subcommands about data: thin calls into sopdist.data."""

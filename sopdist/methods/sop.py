@@ -1,0 +1,194 @@
+"""SOP and SOP+: the loss of `sopdist.noise`, with rows of the noise table that travel one step ahead.
+
+SOP+ adds two terms: agreement with a second, strongly augmented view (`consistency`), and balance of the classes over
+the global batch (`balance`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..data.augment.policy import Policy
+from ..data.batch import Batch
+from ..data.plan import rank_columns, without_padding
+from ..errors import ConfigError
+from ..noise import SOP
+from ..noise.kernels.facts import FACT_WIRE_BYTES
+from ..noise.rates import Forecast, Paper, Rates, make_rates
+from ..noise.rows import DEFAULT_SLOTS, Layout, choose_layout, row_bytes, row_wire_bytes
+from ..sample_table import ExchangeStats, SampleTable
+from .method import Cost, Forward, Method, MethodSettings, Outlook, Readout, Setup, StepOutput, TableCost
+
+_RATES = ("visits", "alpha_u", "alpha_v", "lr_u", "lr_v")
+
+
+@dataclass(frozen=True)
+class SOPSettings(MethodSettings):
+    """Sparse Over-Parameterization; with `consistency` or `balance` SOP+."""
+
+    name: Literal["sop"] = "sop"  # Sparse Over-Parameterization
+    consistency: float = 0.0  # SOP+: weight of the agreement of two views; > 0 doubles the cost of the network
+    balance: float = 0.0  # SOP+: weight of the balance between the classes
+    variant: Literal["flow", "paper", "official"] = "flow"  # how a visit moves u and v
+    visits: float | None = None  # flow: visits of steady disagreement after which a label is flagged; null: 4
+    alpha_u: float | None = None  # paper: step of u in units of the learning rate; null: 10
+    alpha_v: float | None = None  # paper: step of v in units of the learning rate; null: 10
+    lr_u: float | None = None  # official: step of u; null: 1
+    lr_v: float | None = None  # official: step of v; null: 10
+    lr_batch: int | None = None  # official: the batch size for which the steps were chosen; null: 128
+    eps: float | None = None  # where the prediction is clipped; null: 1e-4, or 0.1 / classes where that is less
+    layout: Literal["auto", "dense", "slots"] = "auto"  # of the table; auto: dense up to 256 MiB, else slots
+    slots: int = DEFAULT_SLOTS  # entries that a row holds in the layout slots
+    ahead: bool = True  # send the rows of a step while the step before computes; false is for measurements
+
+    def __post_init__(self) -> None:
+        for key in ("consistency", "balance"):
+            if not getattr(self, key) >= 0:
+                raise ConfigError(f"method.{key} = {getattr(self, key)}: must be at least 0")
+
+    def rates(self, lr: float) -> Rates:
+        """The rates of u and v; `lr` is what the variant `paper` multiplies its own with."""
+        given = {key: getattr(self, key) for key in _RATES} | {"batch_size": self.lr_batch}
+        given["tau"] = lr if self.variant == "paper" else None
+        try:
+            return make_rates(self.variant, {key: value for key, value in given.items() if value is not None})
+        except ValueError as error:
+            raise ConfigError(f"method: {error}") from None
+
+
+class SOPMethod(Method):
+    """SOP, and with `consistency` or `balance` SOP+."""
+
+    Settings = SOPSettings
+    resumable_changes: ClassVar[Mapping[str, str]] = {
+        "variant": "rows of the noise table continue from where they are, by the new rule"
+    }
+
+    dropped_entries_advice = "method.slots=... keeps more, method.layout=dense keeps all"
+
+    settings: SOPSettings
+    sop: SOP
+
+    def full_batch_setting(self) -> str:
+        """The balance term compares the mean prediction of the whole batch."""
+        return "balance" if self.settings.balance else ""
+
+    def second_view(self) -> Policy | None:
+        """The consistency term compares with a strongly augmented view."""
+        return Policy() if self.settings.consistency > 0 else None
+
+    def cost(self, samples: int, classes: int) -> Cost:
+        """One table; two forward passes if there are two views."""
+        layout, slots = self._layout(samples, classes), min(self.settings.slots, classes)
+        table = TableCost(
+            "noise",
+            layout,
+            row_bytes=row_bytes(layout, classes, slots),
+            sent_bytes=row_wire_bytes(layout, classes, slots),
+            returned_bytes=FACT_WIRE_BYTES,
+            dense_bytes=2 * row_wire_bytes("dense", classes),
+        )
+        return Cost(1 if self.second_view() is None else 2, (table,))
+
+    def _layout(self, samples: int, classes: int) -> Layout:
+        layout = self.settings.layout
+        return choose_layout(samples, classes, self.settings.slots) if layout == "auto" else layout
+
+    def outlook(self, visits: float, lr: float) -> Outlook:
+        """After how many visits the table absorbs a label that is steadily contradicted."""
+        rates = self.settings.rates(lr)
+        forecast = Forecast(rates.visits_to_activate(), visits, rates)
+        return Outlook(None if math.isinf(forecast.visits) else forecast.visits, visits, str(forecast))
+
+    def describe(self) -> str:
+        """With the layout of the table, which `auto` leaves open."""
+        return f"{self.name} ({self.sop.table.layout} table)"
+
+    def start(self, setup: Setup) -> None:
+        """Create the noise table, sharded across the ranks of the group."""
+        settings = self.settings
+        self._ranks = setup.ranks
+        try:
+            self.sop = SOP(
+                setup.samples,
+                setup.classes,
+                variant=settings.variant,
+                **{key: getattr(settings, key) for key in _RATES},
+                batch_size=settings.lr_batch,
+                layout=settings.layout,
+                slots=settings.slots,
+                seed=setup.seed,
+                eps=settings.eps,
+                consistency=settings.consistency,
+                balance=settings.balance,
+                reduction="sum",
+                validate=False,  # the stream has checked labels and indices, and checking blocks on a GPU
+                device=setup.device,
+                process_group=setup.group,
+            )
+        except ValueError as error:
+            raise ConfigError(f"method: {error}") from None
+
+    def prefetch(self, batch: NDArray[np.integer[Any]]) -> None:
+        """Start sending the rows of the noise table that this batch needs."""
+        if self._ranks > 1 and self.settings.ahead:
+            samples = without_padding(batch)
+            self.sop.prefetch([samples[rank_columns(len(batch), rank, self._ranks)] for rank in range(self._ranks)])
+
+    def set_lr(self, lr: float) -> None:
+        """The variant `paper` moves u and v in proportion to it."""
+        if isinstance(self.sop.rates, Paper):
+            self.sop.tau = lr
+
+    def step(self, forward: Forward, batch: Batch) -> StepOutput:
+        """Both views go through the network together. Facts for the noise table travel during the backward pass."""
+        logits2 = None
+        if batch.images2 is None:
+            logits = forward(batch.images)
+        else:
+            logits, logits2 = forward(torch.cat([batch.images, batch.images2])).tensor_split(2)
+        loss: Tensor = self.sop(logits, batch.labels, batch.index, logits2=logits2, weight=batch.weight)
+        finite = torch.isfinite(logits).all(dim=1)
+        if logits2 is not None:
+            finite &= torch.isfinite(logits2).all(dim=1)
+        return StepOutput(loss, logits, finite)
+
+    def flush(self) -> None:
+        """Update the rows of the noise table that this rank owns."""
+        self.sop.flush()
+
+    def discard_prefetched(self) -> None:
+        """Wait for rows on their way, and drop them."""
+        if self.sop.exchange is not None:
+            self.sop.exchange.discard_prefetched()
+
+    def tables(self) -> dict[str, SampleTable]:
+        """The noise table."""
+        return {"noise": self.sop.table}
+
+    def fingerprint(self) -> dict[str, Any]:
+        """The update rule. The layout may change: tables are converted."""
+        return {"variant": self.settings.variant}
+
+    def readout(self, labels: Tensor) -> Readout:
+        """Scores, flags and proposals of the noise table."""
+        known = labels.clamp_min(0)  # a sample without a label is never visited
+        sop = self.sop
+        columns = sop.noise_scores(), sop.flags(known), sop.proposed_labels(known), sop.visited()
+        scores, flags, proposed, visited = (column.cpu().numpy() for column in columns)
+        active = int(sop.active().sum())
+        evictions, evicted = sop.evictions()
+        metrics = {"active_rows": active, "evictions": evictions, "largest_evicted": evicted}
+        return Readout(scores, flags, proposed, visited, metrics)
+
+    def exchange_stats(self) -> ExchangeStats:
+        """What rows and facts have cost so far."""
+        return ExchangeStats() if self.sop.exchange is None else self.sop.exchange.stats()

@@ -1,0 +1,12 @@
+"""Sample tables: columns with one row per sample, sharded across ranks by sample index.
+
+Row i lives on rank i mod W. `table.py` holds the rows, `exchange.py` moves them between ranks, and `reshard.py` splits
+saved tables for another number of ranks. Knows neither files nor what the columns mean; `noise/` is the first user.
+"""
+
+from .agreement import check_same_on_all_ranks
+from .exchange import Exchange, ExchangeStats
+from .reshard import reshard
+from .table import SampleTable
+
+__all__ = ["Exchange", "ExchangeStats", "SampleTable", "check_same_on_all_ranks", "reshard"]

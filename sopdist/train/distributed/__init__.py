@@ -1,0 +1,1 @@
+"""Ranks: launch environment, communication, stop requests, and detection of dead ranks. Independent of training."""

@@ -1,0 +1,1 @@
+"""What a run writes down: its folder, metrics, W&B, and the list of suspects."""

@@ -1,0 +1,159 @@
+"""Resuming from a checkpoint: which one, whether it is intact and belongs to this run, and its state restored.
+
+Works for checkpoints of any engine and any number of ranks. On the same number of ranks the run continues as if it had
+never stopped, bit for bit; on another, all saved state is the same, and sums over ranks are rounded in another order.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ...checkpoint import Checkpoint, complete_checkpoints, open_checkpoint, verify_checkpoint
+from ...checkpoint.folder import clean, is_complete, set_aside, set_aside_after, step_of
+from ...errors import DataError
+from ..distributed.world import CollectiveError, World
+from ..progress import Progress
+from ..record.exit_status import FINISHED, read_exit_status
+from ..record.reporter import Reporter
+from ..record.run_folder import SUMMARY_JSON
+from ..session import Session
+from .fingerprint import allowed_changes, compare, saved_fingerprint
+from .sections import EngineSection, MethodSection, ProgressSection, ReporterSection, Section
+
+_logger = logging.getLogger("sopdist.train")
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """Where a run starts."""
+
+    folder: Path | None = None  # the checkpoint; None: from scratch
+    damaged: list[Path] = field(default_factory=list)  # newer ones that cannot be used
+    newest: bool = True  # there are no other newer ones; False: the user has chosen it, and may go back
+
+
+def find_resume_point(world: World, run: Path, resume: str) -> ResumePoint:
+    """The checkpoint that `--resume` means. Collective; writes nothing.
+
+    `auto` is the newest intact one of the run, if there is one. The ranks share the reading of its files.
+    """
+    if resume == "none":
+        return ResumePoint()
+    if resume != "auto":
+        folder = Path(world.on_rank0(lambda: str(_named(run, resume))))
+        world.on_all_ranks(lambda: verify_checkpoint(folder, world.rank, world.size))
+        return ResumePoint(folder, newest=False)
+    candidates = world.on_rank0(lambda: [str(path) for path in complete_checkpoints(run)])
+    damaged: list[Path] = []
+    for folder in (Path(name) for name in reversed(candidates)):
+        try:
+            world.on_all_ranks(lambda folder=folder: verify_checkpoint(folder, world.rank, world.size))  # type: ignore[misc]
+        except CollectiveError as error:
+            damaged.append(folder)
+            if world.rank == 0:
+                _logger.warning("%s CANNOT BE USED, trying the one before: %s", folder.name, error)
+        else:
+            return ResumePoint(folder, damaged)
+    if damaged:
+        raise CollectiveError(
+            f"{run}: none of its {len(damaged)} checkpoints is intact; run.name=... starts another run, "
+            f"--resume PATH resumes from elsewhere"
+        )
+    return ResumePoint()
+
+
+def load_checkpoint(
+    session: Session, progress: Progress, reporter: Reporter, folder: Path, allow: Collection[str] = ()
+) -> None:
+    """Restore a checkpoint. Collective; refuses one of another run, and says what differs."""
+    world = session.world
+    saved = world.on_all_ranks(lambda: open_checkpoint(folder))
+    there, here = saved_fingerprint(saved.fingerprint), session.fingerprint
+    label_sets, changes = (_label_set(saved), session.config.data.labels), allowed_changes(session.config)
+    allowed = world.on_all_ranks(lambda: compare(folder, there, here, allow, changes, label_sets))
+    if allowed and world.rank == 0:
+        _logger.warning("%s: resumes, as allowed, with %s", folder, "; ".join(allowed))
+
+    def unchanged(key: str) -> bool:
+        return bool(there.get(key) == here[key])
+
+    same_run = folder.resolve().parent.parent == session.folder.resolve()
+    sections: Sequence[Section] = (
+        EngineSection(session.engine, world, load_optimizer=unchanged("optim.name")),
+        MethodSection(session.method, world, tables_required=unchanged("method.name")),
+        ReporterSection(reporter, world),
+        ProgressSection(progress, same_run=same_run),
+    )
+    for section in sections:
+        section.load(saved)
+
+
+def is_finished(session: Session, progress: Progress, folder: Path) -> bool:
+    """Whether this checkpoint is the last of a finished run, whose record must not change. Collective.
+
+    CollectiveError if it is past the end that the config sets: half of a run would look like a complete one.
+    """
+    step, end = progress.step, session.total_steps
+    if step > end:
+        raise CollectiveError(
+            f"{folder}: was saved at step {step:,}, but with this config the run ends after {end:,}: train.epochs=... "
+            f"or train.max_steps=... for a later end, --resume PATH for an earlier step",
+            config=True,
+        )
+
+    def finished() -> bool:
+        summary = session.folder / SUMMARY_JSON
+        own = folder.resolve().is_relative_to(session.folder.resolve())
+        return step == end and own and summary.exists() and read_exit_status(summary) == FINISHED
+
+    done: bool = session.world.on_rank0(finished)
+    if done and session.world.rank == 0:
+        _logger.info("%s is finished already: nothing to do; train.epochs=... continues it", session.folder)
+    return done
+
+
+def start_from(session: Session, progress: Progress, point: ResumePoint) -> None:
+    """The run starts: set aside what is damaged or newer, and remove what is incomplete. Collective."""
+
+    def tidy() -> None:
+        if point.newest:
+            _refuse_newer(session, progress, point)
+        for folder in point.damaged:
+            set_aside(folder)
+        clean(session.folder)
+        set_aside_after(session.folder, progress.step, point.folder)
+        session.requests.watch(session.folder, session.config.checkpoint.minutes)
+
+    session.world.on_rank0(tidy)
+
+
+def _refuse_newer(session: Session, progress: Progress, point: ResumePoint) -> None:
+    """The lock keeps other processes out, but not every file system has locks: never remove what one has just saved."""
+    for folder in complete_checkpoints(session.folder):
+        if step_of(folder) > progress.step and folder not in point.damaged:
+            raise DataError(
+                f"{folder}: was saved by another process while this one started from step {progress.step}; "
+                f"when that has ended, use --resume auto"
+            )
+
+
+def _named(run: Path, resume: str) -> Path:
+    path = Path(resume)
+    complete = [path] if is_complete(path) else complete_checkpoints(path)
+    if not complete:
+        raise DataError(f"--resume {resume}: neither a checkpoint nor a run with one")
+    if complete_checkpoints(run) and complete[-1].resolve().parent.parent != run.resolve():
+        raise DataError(
+            f"--resume {resume}: belongs to another run, and {run} has checkpoints: run.name=... starts a new one"
+        )
+    return complete[-1]
+
+
+def _label_set(saved: Checkpoint) -> str:
+    """The name of the labels that a checkpoint was trained on, if it has one."""
+    data = saved.config.get("data")
+    name = data.get("labels") if isinstance(data, dict) else None
+    return name[:100] if isinstance(name, str) else ""

@@ -1,0 +1,154 @@
+"""The sections of a checkpoint: one owner each, which both writes and reads it.
+
+| section                                                     | owner    |
+| network, optimizer, statistics, last_finite_statistics      | engine   |
+| tables, method                                              | method   |
+| step_metrics                                                | reporter |
+| step, best, ... in checkpoint.json                          | progress |
+
+`checkpoint/names.py` has the names. What is replicated is written once, by whichever rank has least to write.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from ...checkpoint import Checkpoint, names
+from ...checkpoint.fragments import Fragment
+from ...errors import DataError
+from ...methods import Method
+from ..distributed.world import CollectiveError, World
+from ..engine import Engine
+from ..progress import Progress
+from ..record.reporter import Reporter
+
+_logger = logging.getLogger("sopdist.train")
+
+
+@dataclass(frozen=True)
+class Content:
+    """What this rank contributes to a checkpoint. Tensors are views, not copies."""
+
+    replicated: dict[str, Tensor] = field(default_factory=dict)  # identical on every rank
+    own: dict[str, Fragment] = field(default_factory=dict)  # only this rank has it
+    about: dict[str, Any] = field(default_factory=dict)  # for checkpoint.json; identical on every rank
+
+
+class Section(Protocol):
+    """A part of a run that is saved."""
+
+    def save(self) -> Content:
+        """What is written now."""
+
+    def load(self, saved: Checkpoint) -> None:
+        """Restore it. Collective."""
+
+
+class EngineSection:
+    """The network, its batch statistics, the optimizer and the loss scale."""
+
+    def __init__(self, engine: Engine, world: World, *, load_optimizer: bool = True) -> None:
+        self._engine, self._world, self._load_optimizer = engine, world, load_optimizer
+
+    def save(self) -> Content:
+        """Under ZeRO, partitioned weights and optimizer state are fragments of this rank."""
+        engine, rank = self._engine, self._world.rank
+        network, optimizer = engine.own_fragments()
+        own = {names.NETWORK + name: piece for name, piece in network.items()}
+        own |= {names.OPTIMIZER + name: piece for name, piece in optimizer.items()}
+        own |= {names.statistics(rank, name): Fragment.full(value) for name, value in engine.statistics().items()}
+        replicated = {names.NETWORK + name: value for name, value in engine.replicated_network().items()}
+        replicated |= {names.OPTIMIZER + name: value for name, value in engine.replicated_optimizer().items()}
+        replicated |= {names.LAST_FINITE + name: value for name, value in engine.last_finite_statistics().items()}
+        return Content(replicated, own, {"loss_scale": engine.loss_scale()})
+
+    def load(self, saved: Checkpoint) -> None:
+        """From any engine and any number of ranks."""
+        world, engine = self._world, self._engine
+        own_rank = world.rank if saved.ranks == world.size else None  # otherwise statistics become the mean
+        network = world.on_all_ranks(lambda: saved.section(names.NETWORK) | saved.statistics(own_rank))
+        last_finite = world.on_all_ranks(lambda: saved.section(names.LAST_FINITE))
+        optimizer = world.on_all_ranks(lambda: saved.section(names.OPTIMIZER) if self._load_optimizer else {})
+        try:  # these are collective themselves, and refuse the same things on every rank
+            engine.load_network_state(network, last_finite)
+            engine.load_optimizer_state(optimizer)
+        except DataError as error:
+            raise CollectiveError(f"{saved.folder}: {error}") from None
+        engine.load_loss_scale(saved.index.about.get("loss_scale", {}))
+
+
+class MethodSection:
+    """The sample tables and the replicated state of the method."""
+
+    def __init__(self, method: Method, world: World, *, tables_required: bool = True) -> None:
+        self._method, self._world, self._tables_required = method, world, tables_required
+
+    def save(self) -> Content:
+        """This rank's rows of each table."""
+        own = {
+            names.table(table, self._world.rank, name): Fragment.full(column)
+            for table, rows in self._method.tables().items()
+            for name, column in rows.state_dict().items()
+        }
+        return Content({names.METHOD + name: value for name, value in self._method.state_dict().items()}, own)
+
+    def load(self, saved: Checkpoint) -> None:
+        """Rows are resharded for the current number of ranks."""
+        world = self._world
+        state = world.on_all_ranks(lambda: saved.section(names.METHOD))
+        self._method.load_state_dict(state)
+        dropped = world.sum([world.on_all_ranks(lambda: self._load_tables(saved))])[0]
+        if dropped and world.rank == 0:
+            _logger.warning(
+                "%s: rows of its tables hold more entries than fit here: %s of the smallest ARE DROPPED; %s",
+                saved.folder, f"{dropped:,.0f}", self._method.dropped_entries_advice,
+            )  # fmt: skip
+
+    def _load_tables(self, saved: Checkpoint) -> int:
+        """How many entries of this rank's rows did not fit."""
+        dropped = 0
+        for name, table in self._method.tables().items():
+            if name not in saved.table_names and not self._tables_required:
+                continue
+            try:
+                dropped += table.load_rows(saved.table(name, table.first, table.stride))
+            except (ValueError, RuntimeError) as error:
+                raise DataError(f"{saved.folder}: {error}") from None
+        return dropped
+
+
+class ReporterSection:
+    """Measurements that are not yet in metrics.jsonl."""
+
+    def __init__(self, reporter: Reporter, world: World) -> None:
+        self._reporter, self._world = reporter, world
+
+    def save(self) -> Content:
+        """The sums of this rank."""
+        own = {names.step_metrics(self._world.rank): Fragment.full(self._reporter.state())}
+        return Content(own=own, about=self._reporter.about())
+
+    def load(self, saved: Checkpoint) -> None:
+        """A rank's own sums or, if the number of ranks has changed, all of them on rank 0."""
+        world = self._world
+        sums = world.on_all_ranks(lambda: saved.step_metrics(world.rank, world.size))
+        self._reporter.load_state(sums, saved.index.about)
+
+
+class ProgressSection:
+    """Step, best network, counters."""
+
+    def __init__(self, progress: Progress, *, same_run: bool = True) -> None:
+        self._progress, self._same_run = progress, same_run
+
+    def save(self) -> Content:
+        """All of it is JSON."""
+        return Content(about=self._progress.state())
+
+    def load(self, saved: Checkpoint) -> None:
+        """The best network of another run stays with that run."""
+        self._progress.load_state(saved.index.about, same_run=self._same_run)

@@ -1,0 +1,112 @@
+"""What the trainer relies on, for every method: settings, config, cost, and a run that resumes exactly."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import yaml
+from torch import Tensor
+
+from sopdist.config import ConfigError, OneOf, describe
+from sopdist.methods import DEFAULT, METHODS, make_method, settings_of_methods
+from sopdist.methods.ce import CESettings
+from sopdist.methods.sop import SOPSettings
+from sopdist.train.config import Config, load, read_config, upgrade
+
+BASE = {"data": {"root": "shards", "recipe": "digits"}, "model": {"name": "mlp"}, "train": {"epochs": 1, "batch": 8}}
+
+
+def write(folder: Path, tree: dict[str, object]) -> Path:
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(BASE | tree))
+    return path
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_can_be_chosen_by_name_and_says_what_it_costs(name: str, tmp_path: Path) -> None:
+    config = read_config(write(tmp_path, {"method": {"name": name}}))
+    assert type(config.method) is METHODS[name].Settings
+    method = make_method(config.method)
+    assert method.name == name
+    cost = method.cost(samples=1000, classes=10)
+    assert cost.forward_passes >= 1
+    assert all(table.row_bytes > 0 for table in cost.tables)
+    assert settings_of_methods()[name](name=name) == config.method
+
+
+def test_without_a_name_the_default_is_meant(tmp_path: Path) -> None:
+    assert read_config(write(tmp_path, {})).method.name == DEFAULT
+    assert read_config(write(tmp_path, {"method": {"visits": 7}})).method == SOPSettings(visits=7)
+
+
+def test_a_key_of_another_method_is_an_error_that_says_whose_it_is(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"method\.visits: belongs to method\.name = sop, not to gce; remove it"):
+        read_config(write(tmp_path, {"method": {"name": "gce", "visits": 3}}))
+    with pytest.raises(ConfigError, match=r"method\.q: belongs to method\.name = gce, not to sop"):
+        read_config(write(tmp_path, {"method": {"q": 0.5}}))
+    with pytest.raises(ConfigError, match=r"method\.vists: no such key; did you mean method\.visits\?"):
+        read_config(write(tmp_path, {"method": {"vists": 3}}))
+    with pytest.raises(ConfigError, match=r"method\.name = 'spo': must be one of ce, sop, gce, sl; did you mean sop"):
+        read_config(write(tmp_path, {"method": {"name": "spo"}}))
+    with pytest.raises(ConfigError, match="method: is a section"):
+        read_config(write(tmp_path, {"method": "sop"}))
+
+
+@pytest.mark.parametrize(
+    "bad", ["method.name=gce method.q=0", "method.name=gce method.q=1.5", "method.name=sl method.alpha=-1"]
+)
+def test_settings_out_of_range_name_the_key(bad: str, tmp_path: Path) -> None:
+    key = bad.split()[1].split("=")[0]
+    with pytest.raises(ConfigError, match=key.replace(".", r"\.")):
+        read_config(write(tmp_path, {}), bad.split())
+
+
+def test_a_config_with_the_old_section_loads_with_a_note_that_names_the_new_one(tmp_path: Path) -> None:
+    notes: list[str] = []
+    path = write(tmp_path, {"objective": {"name": "sop", "visits": 5, "layout": "slots"}})
+    config = load(str(path), ["objective.slots=3"], notes.append)
+    assert config.method == SOPSettings(visits=5, layout="slots", slots=3)
+    assert any("`objective:` is called `method:` now" in note for note in notes)
+    assert any("objective.slots=3: `objective.*` is called `method.*` now" in note for note in notes)
+    with pytest.raises(ConfigError, match="objective: and method: are the same section"):
+        read_config(write(tmp_path, {"objective": {}, "method": {}}))
+
+
+def test_keys_that_the_old_section_ignored_are_ignored_still(tmp_path: Path) -> None:
+    """A resolved config of a cross-entropy run had all keys of SOP, without effect."""
+    old = {"objective": {"name": "ce", "variant": "flow", "visits": None, "slots": 8, "layout": "auto"}}
+    assert read_config(write(tmp_path, dict(old)), note=lambda _: None).method == CESettings()
+    with pytest.raises(ConfigError, match="no such key"):
+        read_config(write(tmp_path, {"objective": {"name": "ce", "visitz": 3}}), note=lambda _: None)
+    assert upgrade({"method": {"name": "ce"}}) == {"method": {"name": "ce"}}
+
+
+def test_help_lists_the_keys_of_every_method() -> None:
+    text = describe(Config)
+    assert "method.name: ce | sop | gce | sl = 'sop'" in text
+    for name, kind in settings_of_methods().items():
+        assert f"# method.name = {name}: " in text
+        for field in dataclasses.fields(kind):
+            if field.name != "name":
+                assert f"method.{field.name}: " in text
+
+
+def test_one_of_keeps_what_is_a_section_already() -> None:
+    assert OneOf(settings_of_methods, DEFAULT).kinds()[DEFAULT] is METHODS[DEFAULT].Settings
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_prediction_and_network_are_the_plain_ones_unless_a_method_says_otherwise(name: str) -> None:
+    import torch
+
+    method = make_method(METHODS[name].Settings(name=name))
+    network = method.build_network(lambda: torch.nn.Linear(3, 2))
+    images = torch.ones(4, 3)
+
+    def forward(inputs: Tensor) -> Tensor:
+        out: Tensor = network(inputs)
+        return out
+
+    assert torch.equal(method.predict(forward, images), network(images))
