@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from concurrent.futures import Future
 
 import numpy as np
 import torch
@@ -19,7 +18,7 @@ from .images import decode_image
 from .pixels import Normalizer, Pixels, crop
 from .request import BadSample, Decoded, Encoded, Request, bad_sample, choose_boxes, read_sample
 from .strong import strong_view
-from .workers import Workers
+from .workers import Task, Workers
 
 _CHUNK = 16  # images per task: small enough to spread a batch over the threads, large enough to amortise NumPy calls
 
@@ -39,7 +38,7 @@ class CpuDecoder:
         self._workers = Workers(threads, "sopdist-decode")
         self._thread_local = threading.local()
         self._buffers = BufferPool()
-        self._pending: deque[tuple[list[View], list[Future[Bad]]]] = deque()
+        self._pending: deque[tuple[list[View], list[Task[Bad]]]] = deque()
 
     def submit(self, request: Request) -> None:
         """Queue the batch for the threads, in chunks of a few images."""
@@ -50,17 +49,17 @@ class CpuDecoder:
 
     def collect(self) -> Decoded:
         """Wait for the oldest batch."""
-        views, futures = self._pending.popleft()
+        views, tasks = self._pending.popleft()
         bad: Bad = {}
-        for future in futures:
-            bad.update(future.result())
+        for task in tasks:
+            bad.update(task.result())
         return Decoded([torch.from_numpy(view).permute(0, 3, 1, 2) for view in views], bad)
 
     def discard(self) -> None:
         """Cancel chunks that have not started. The others finish in their buffers, which are not reused before."""
-        for _, futures in self._pending:
-            for future in futures:
-                future.cancel()
+        for _, tasks in self._pending:
+            for task in tasks:
+                task.cancel()
         self._pending.clear()
 
     def close(self) -> None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
@@ -34,7 +33,7 @@ from .images import decode_image
 from .pixels import Normalizer
 from .request import BadSample, Decoded, Encoded, Request, bad_sample, choose_boxes, read_sample
 from .strong import strong_view
-from .workers import Workers
+from .workers import Task, Workers
 
 _CHUNK = 16  # samples per reading task
 _DEPTH = 2  # batches inside DALI at a time
@@ -45,7 +44,7 @@ class _Pending:
     """A batch that was submitted and not yet collected."""
 
     request: Request
-    reading: list[Future[list[Encoded | BadSample]]]
+    reading: list[Task[list[Encoded | BadSample]]]
     bad: dict[int, BadSample] = field(default_factory=dict)
     encoded: list[NDArray[np.uint8]] = field(default_factory=list)  # by position
     boxes: list[tuple[NDArray[np.int32], NDArray[np.bool_]]] = field(default_factory=list)  # by view
@@ -107,8 +106,8 @@ class DaliDecoder:
         if sys.is_finalizing():  # an unfinished epoch at interpreter shutdown: DALI is already gone
             return
         while self._reading:
-            for future in self._reading.popleft().reading:
-                future.cancel()
+            for task in self._reading.popleft().reading:
+                task.cancel()
         if self._in_sync:
             with suppress(RuntimeError), self._changing_queues():
                 while self._running:
@@ -212,10 +211,10 @@ class DaliDecoder:
         view = self._buffers.take(tuple(pixels.shape), np.float32)
         chunks = (slice(start, start + _CHUNK) for start in range(0, len(pixels), _CHUNK))
         array, strong, normalize = pixels.numpy(), self._strong, self._normalize
-        for future in [
+        for task in [
             self._policy_workers.submit(strong_view, array[c], draws[c], strong, normalize, view[c]) for c in chunks
         ]:
-            future.result()
+            task.result()
         return torch.from_numpy(view)
 
     def _recover(self) -> tuple[_Pending, list[Tensor]]:
