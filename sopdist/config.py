@@ -214,7 +214,7 @@ def _is_section(hint: Any) -> bool:
 
 
 def _checked_one_of(one_of: OneOf, value: Any, where: str) -> Any:
-    """The section of the kind that `name` chooses. A key of another kind is an error that says whose it is."""
+    """The section of the kind that `name` chooses. A key of another kind is an error that names that kind."""
     if dataclasses.is_dataclass(value):
         return value
     if value is not None and not isinstance(value, Mapping):

@@ -1,33 +1,33 @@
-"""What is raised when a person has to do something about it. Imported by everybody, imports nobody.
+"""Errors that users can fix. Any module may import this one; it imports nothing.
 
-The message is for a person: what is wrong, where, and what to do. Anything else that is raised is a bug.
+The message says what is wrong, where, and what to do. Any other exception is a bug.
 """
 
 from __future__ import annotations
 
 
 class UserError(Exception):
-    """A mistake in what a user gave us; commands print its message without a traceback."""
+    """Invalid input from a user; commands print its message without a traceback."""
 
 
 class ConfigError(UserError):
-    """A wrong config. The message names the key, the value and what is allowed."""
+    """An invalid config. The message names the key, the value and what is allowed."""
 
 
 class DataError(UserError):
-    """Wrong data or files, or a request that the data cannot fulfil."""
+    """Invalid data or files, or a request that the data cannot fulfil."""
 
 
 class ImageError(DataError):
-    """An image that cannot be used. The message is the reason; whoever knows the shard and the key adds them."""
+    """An image that cannot be used. The message is the reason; the caller adds the shard and the key."""
 
 
 class StoreError(DataError):
-    """A shard cannot be read: a file, the network or the server fails. No sample is to blame, so none is skipped.
+    """A shard cannot be read: a file, the network or the server fails.
 
-    The run stops, and can be resumed.
+    The samples are not at fault, so none is skipped. The run stops, and can be resumed.
     """
 
 
 class ShardError(StoreError):
-    """A shard's file is missing, or not the one that the manifest means."""
+    """A file of a shard is missing, or does not match the manifest."""

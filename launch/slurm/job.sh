@@ -152,7 +152,7 @@ supervise() {
 }
 
 # requeue REASON: requeue the job, which then resumes (`--resume auto`), and exit. Only exit if Slurm has ended the job:
-# a job that Slurm requeues is in the queue already, and a cancelled job must not come back.
+# a job that Slurm requeues is already in the queue, and a cancelled job must not be requeued.
 requeue() {
     local state=unknown attempt
     for attempt in 1 2 3 4 5; do # a busy controller may not answer at once
@@ -165,7 +165,7 @@ requeue() {
         exit "$code"
     fi
     log "$1; requeueing the job"
-    trap '' TERM # which Slurm sends to this shell at the same moment
+    trap '' TERM # Slurm sends it to this shell at the same moment
     scontrol requeue "$job" || fail "cannot requeue; was the job submitted with --no-requeue? Submit it again to resume"
     exit "$code"
 }

@@ -7,8 +7,8 @@
 #   source launch/slurm/site.sh
 #   sbatch -N 2 --ntasks-per-node=8 --gpus-per-node=8 launch/slurm/train.sbatch webvision data.root=/shared/webvision
 #
-# Variables that are already set, for example by `VARIABLE=... sbatch`, take precedence. Keep to plain sh: login shells
-# source this file, too.
+# Variables that are already set, for example by `VARIABLE=... sbatch`, take precedence. Use plain sh only: login shells
+# source this file as well.
 
 # --- for sbatch -------------------------------------------------------------------------------------------------------
 # export SBATCH_PARTITION="${SBATCH_PARTITION:-gpu}"

@@ -275,8 +275,8 @@ examples:
 
 def run(args: argparse.Namespace) -> int:
     """Run everything, then print the tables. The results file is written after each run, so a crash loses only one."""
-    # A second thread hardly helps so small a network, and makes it ten times slower or worse when another process wants
-    # the core. One thread also makes the results independent of the number of cores.
+    # A second thread hardly helps such a small network, and makes it at least ten times slower when another process
+    # wants the core. One thread also makes the results independent of the number of cores.
     torch.set_num_threads(1)
     train_split, test_split = read_split(args.data, "train"), read_split(args.data, "t10k")
     if args.train > len(train_split.labels):

@@ -1,4 +1,4 @@
-"""Parts that every benchmark shares: the environment of the run, its verdicts and its results file.
+"""Code that every benchmark shares: the environment of the run, its verdicts and its results file.
 
 Independent of what is measured.
 """

@@ -1,4 +1,4 @@
-"""Checkpoints as files: written by all ranks at once, found, checked and read. Knows no training.
+"""Checkpoints as files: written by all ranks at once, found, checked and read. Does not know about training.
 
 saved = open_checkpoint(Path("runs/demo/checkpoints/step-00000690"))
 saved.step, saved.network(), saved.table("noise")

@@ -1,4 +1,4 @@
-"""A checkpoint to read from: full tensors by name, whichever ranks wrote them. Knows no network and no run.
+"""A checkpoint to read from: full tensors by name, whichever ranks wrote them. Independent of networks and runs.
 
 `names.py` lists the sections.
 """
@@ -91,7 +91,7 @@ class Checkpoint:
             raise DataError(f"{self.folder}: {error}") from None
 
     def step_metrics(self, rank: int, ranks: int) -> Tensor | None:
-        """The sums of a rank; if the number of ranks has changed, rank 0 gets the total. None: there are none."""
+        """The sums of a rank; if the number of ranks has changed, rank 0 gets the total. None if there are none."""
         if names.step_metrics(0) not in self.tensors:
             return None
         if ranks == self.ranks:
@@ -129,7 +129,7 @@ class _Columns(Mapping[str, Tensor]):
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
-    """Read the index of a checkpoint; DataError if it is none, is not complete, or its index is damaged."""
+    """Read the index of a checkpoint; DataError if there is none, it is not complete, or its index is damaged."""
     if not folder.is_dir():
         raise DataError(f"{folder}: no such checkpoint")
     index = read_old_index(folder) if is_old(folder) else read_index(folder)

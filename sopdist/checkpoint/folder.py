@@ -118,7 +118,7 @@ def prune(run: Path, keep: int, best: int) -> None:
 
 
 def set_aside_after(run: Path, step: int, start: Path | None = None) -> None:
-    """Rename the checkpoints of later steps than the one a run resumes from; they would be taken for the newest.
+    """Rename checkpoints of later steps than the one a run resumes from; they would be mistaken for the newest.
 
     Checkpoints that an earlier call has renamed are removed, so that they do not accumulate. `start`, the checkpoint
     that the run resumes from, is kept.

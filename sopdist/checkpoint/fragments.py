@@ -1,4 +1,4 @@
-"""Fragments: the part of each tensor that one rank writes. Knows tensors, not files.
+"""Fragments: the part of each tensor that one rank writes. Independent of files.
 
 DDP: rank 0 and rank 1 both hold the weights `a` (6 MB), `b` (4 MB) and `c` (1 MB). Rank 0 writes `a`, rank 1 writes
 `b` and `c`.

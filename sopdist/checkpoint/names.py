@@ -20,7 +20,7 @@ PER_RANK = (STATISTICS, TABLES, STEP_METRICS)
 
 _RANK = re.compile(r"(?:statistics|tables/[a-z0-9_-]+)/([0-9]{1,6})/.+|step_metrics/([0-9]{1,6})", re.DOTALL)
 
-# How sections were called in format 2, which had only the noise table.
+# Names of the sections in format 2, which had only the noise table.
 FORMAT_2 = {"noise/": f"{TABLES}noise/", "sound/": LAST_FINITE, "tally/": STEP_METRICS}
 
 
@@ -51,7 +51,7 @@ def rank_of(name: str) -> int | None:
 
 
 def from_format_2(name: str) -> str:
-    """Today's name of a tensor in a checkpoint of format 2."""
+    """The current name of a tensor in a checkpoint of format 2."""
     for old, new in FORMAT_2.items():
         if name.startswith(old):
             return new + name.removeprefix(old)

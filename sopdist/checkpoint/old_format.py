@@ -1,6 +1,6 @@
-"""Checkpoints of format 1, which sopdist 0.1 wrote before ranks wrote together: read as if they were of today's format.
+"""Checkpoints of format 1, which sopdist 0.1 wrote before ranks wrote in parallel, read as if in the current format.
 
-network.safetensors  optimizer.safetensors    whole tensors by name
+network.safetensors  optimizer.safetensors    full tensors by name
 noise-0-of-2.safetensors ...                  each rank's rows of the noise table
 state.json                                    step, best so far, and the fingerprint of the run
 """
@@ -21,12 +21,12 @@ _NOISE = re.compile(r"noise-([0-9]{1,6})-of-([0-9]{1,6})\.safetensors")
 
 
 def is_old(folder: Path) -> bool:
-    """Whether a folder holds a checkpoint of format 1. It was renamed to that name when it was complete."""
+    """Whether a folder holds a checkpoint of format 1. It got its name when it was complete."""
     return (folder / STATE).is_file() and not (folder / INDEX).exists()
 
 
 def read_old_index(folder: Path) -> Index:
-    """What is in a checkpoint of format 1. It has no checksums."""
+    """The contents of a checkpoint of format 1. It has no checksums."""
     try:
         state = parse(read_small(folder / STATE))
         number = state["format"]

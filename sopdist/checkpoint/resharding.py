@@ -1,7 +1,7 @@
-"""A checkpoint rewritten for another number of ranks, by one process. Same state, other files.
+"""Rewrite a checkpoint for a different number of ranks, in one process: the same state in different files.
 
 Five samples, two ranks with rows [0, 2, 4] and [1, 3], written for three: [0, 3], [1, 4], [2]. The batch statistics of
-every rank become the mean of all, as they do when a run resumes on another number of ranks; sums go to rank 0.
+every rank become the mean of all, as they do when a run resumes on a different number of ranks; sums go to rank 0.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Sample keys: the path of an image in the source, made safe as the name of a tar member.
 
-WebDataset and DALI split a member's name at the first dot of its last component, index lines separate fields by blanks,
+WebDataset and DALI split a member's name at the first dot of its last component, index lines separate fields by spaces,
 and tools that unpack a tar trust its names. So every byte outside `A-Z a-z 0-9 _ - ~ /` is written as %XX, as in a URL.
 This is unambiguous, readable for ordinary names, and works for names that are not UTF-8.
 """

@@ -172,7 +172,7 @@ class Shard:
 def scan_tar(path: Path) -> Iterator[tuple[str, int, int]]:
     """(name, offset, size) of every member, read from the tar itself. Raises DataError at the first damage.
 
-    `tarfile` takes a damaged header for the end of the archive. So the bytes after the last member must be zeros.
+    `tarfile` mistakes a damaged header for the end of the archive. So the bytes after the last member must be zeros.
     """
     end = 0
     try:

@@ -172,7 +172,7 @@ class Stream:
                 started = time.perf_counter()
                 decoded = self._decoder.collect()
                 self._waited += time.perf_counter() - started
-                # A sample repeated as padding is counted at its own position, perhaps on another rank.
+                # A sample repeated as padding is counted at its own position, possibly on another rank.
                 own = [sample for position, sample in decoded.bad.items() if weight[position] > 0]
                 self._count_bad(own, bad, allowed, epoch)
                 yield self._batch(request, weight, decoded)

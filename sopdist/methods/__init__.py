@@ -31,5 +31,5 @@ def settings_of_methods() -> dict[str, type[MethodSettings]]:
 
 
 def make_method(settings: MethodSettings) -> Method:
-    """The method that a config names. It has no tables until `start`."""
+    """The method that a config names. It has no tables until `start` is called."""
     return METHODS[settings.name](settings)

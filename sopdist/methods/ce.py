@@ -1,4 +1,4 @@
-"""Plain cross-entropy: -log p_y. The baseline that everybody uses, and that memorises wrong labels."""
+"""Plain cross-entropy: -log p_y. The usual baseline, which memorises wrong labels."""
 
 from __future__ import annotations
 

@@ -39,6 +39,6 @@ class GCE(LossMethod):
 
 
 def gce_losses(logits: Tensor, labels: Tensor, q: float = 0.7) -> Tensor:
-    """(1 - p_y^q) / q of each sample (B,), for a loop of your own."""
+    """(1 - p_y^q) / q of each sample (B,), for your own loop."""
     log_p = -F.cross_entropy(logits, labels, reduction="none")
     return -(torch.expm1(q * log_p) / q)  # from log p_y: p_y^q has no gradient where p_y underflows

@@ -1,15 +1,15 @@
 """The interface between the trainer and a method.
 
 A method owns everything that differs between "train with cross-entropy" and "train with SOP": the views of an image it
-wants, its network, the forward pass and loss of a step, its sample tables and other state, and what it says about the
-labels. The trainer owns order, ranks, precision, optimizer, schedule, evaluation, checkpoints and records, and never
-asks which method it is.
+needs, its network, the forward pass and loss of a step, its sample tables and other state, and what it reports about
+the labels. The trainer owns order, ranks, precision, optimizer, schedule, evaluation, checkpoints and logging, and does
+not know which method it runs.
 
-`Method` trains one network on one view and keeps no state; subclasses override what differs. `LossMethod` is for those
-that are a loss per sample and nothing else. Rules for all of them:
+`Method` trains one network on one view and keeps no state; subclasses override what differs. `LossMethod` is for
+methods that only define a loss per sample. Rules for all of them:
 
-- The samples, losses and tables of a step are the same on any number of ranks. Whatever needs the whole batch is taken
-  over the global batch, and random draws come from counters of (seed, epoch, step, sample).
+- The samples, losses and tables of a step are the same on any number of ranks. Anything that needs the full batch is
+  computed over the global batch, and random draws come from counters of (seed, epoch, step, sample).
 - Everything that a resumed run needs is in `tables()` or `state_dict()`.
 - Every rank makes the same calls in the same order.
 """
@@ -45,15 +45,15 @@ class MethodSettings:
 class Setup:
     """What a method needs to know to create its tables."""
 
-    samples: int  # in the training split; every index is below
+    samples: int  # in the training split; every index is less than this
     classes: int
     seed: int
     device: torch.device
-    group: dist.ProcessGroup | None  # for its tables alone; None: one rank
+    group: dist.ProcessGroup | None  # used only for its tables; None if there is one rank
 
     @property
     def ranks(self) -> int:
-        """How many ranks share the tables."""
+        """The number of ranks that share the tables."""
         return 1 if self.group is None else dist.get_world_size(self.group)
 
 
@@ -67,11 +67,11 @@ class StepOutput(NamedTuple):
 
 @dataclass(frozen=True)
 class Readout:
-    """What a method says about the labels of all samples, (N,) each."""
+    """What a method reports about the labels of all samples, (N,) each."""
 
     scores: NDArray[np.float32]  # higher = more likely wrong; -inf for samples never visited
     flags: NDArray[np.bool_]  # labels that the method considers wrong
-    proposed: NDArray[np.int64]  # the given label, or what it should be
+    proposed: NDArray[np.int64]  # the given label, or its proposed correction
     visited: NDArray[np.bool_]
     metrics: Mapping[str, float] = field(default_factory=dict)  # about its tables, for the log
 
@@ -83,14 +83,14 @@ class TableCost:
     name: str
     layout: str
     row_bytes: int  # in memory and in a checkpoint
-    sent_bytes: int  # of a row on its way to the rank that computes the sample
-    returned_bytes: int  # of the facts or rows that its owner gets back
-    dense_bytes: int  # what would travel both ways if full rows did
+    sent_bytes: int  # of a row, sent to the rank that computes the sample
+    returned_bytes: int  # of the facts or rows that are sent back to the owner
+    dense_bytes: int  # if full rows were sent both ways
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What a method costs, known before a run."""
+    """The cost of a method, known before a run."""
 
     forward_passes: int = 1  # of the network, per sample and step
     tables: tuple[TableCost, ...] = ()
@@ -117,7 +117,7 @@ class Method(ABC):
     # Settings that may be changed on resume with `--allow-change method.KEY`, and what that means.
     resumable_changes: ClassVar[Mapping[str, str]] = {}
 
-    # How to keep entries of a table that a resumed run has less room for.
+    # Advice on how to keep table entries if a resumed run has less room for them.
     dropped_entries_advice: ClassVar[str] = ""
 
     def __init__(self, settings: Any) -> None:
@@ -131,11 +131,11 @@ class Method(ABC):
     # -- before a run: nothing here needs data, ranks or a device ------------------------------------------------------
 
     def second_view(self) -> Policy | None:
-        """The strong augmentation of a second view of every image; None: one view."""
+        """The strong augmentation of a second view of every image; None if there is only one view."""
         return None
 
     def full_batch_setting(self) -> str:
-        """The setting that needs the whole batch of a rank at once, which rules out `train.accumulate` > 1; or ""."""
+        """The setting that needs the full batch of a rank at once, which rules out `train.accumulate` > 1; or ""."""
         return ""
 
     def build_network(self, make: Callable[[], nn.Module]) -> nn.Module:
@@ -151,7 +151,7 @@ class Method(ABC):
         return Cost()
 
     def outlook(self, visits: float, lr: float) -> Outlook | None:
-        """What can be said before a run in which each sample is visited this often; None: nothing."""
+        """A forecast for a run in which each sample is visited this often; None if there is none."""
         return None
 
     def describe(self) -> str:
@@ -164,23 +164,23 @@ class Method(ABC):
         """Create tables and other state. ValueError if the settings do not fit the data. Collective."""
 
     def begin_epoch(self, epoch: int) -> None:
-        """Before the first step of an epoch, also of one that is resumed in the middle. Collective."""
+        """Called before the first step of an epoch, including one that is resumed in the middle. Collective."""
 
     def prefetch(self, batch: NDArray[np.integer[Any]]) -> None:
-        """The samples of the next step, over all ranks: start sending what they need."""
+        """Start sending what the samples of the next step need; `batch` has those of all ranks."""
 
     def set_lr(self, lr: float) -> None:
-        """The network's learning rate from now on."""
+        """Set the network's current learning rate."""
 
     @abstractmethod
     def step(self, forward: Forward, batch: Batch) -> StepOutput:
         """Forward pass and loss of (a micro-batch of) this rank's batch."""
 
     def flush(self) -> None:
-        """The backward pass is over: finish what was sent during it."""
+        """Called after the backward pass: finish the exchange that was started during it."""
 
     def discard_prefetched(self) -> None:
-        """The run stops: the batch that was prefetched will not come."""
+        """Called when the run stops: the prefetched batch will not be used."""
 
     # -- state and results ---------------------------------------------------------------------------------------------
 
@@ -193,23 +193,23 @@ class Method(ABC):
         return {}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take over what `state_dict` returned."""
+        """Restore what `state_dict` returned."""
 
     def fingerprint(self) -> dict[str, Any]:
         """Settings that must not change silently on resume."""
         return {}
 
     def readout(self, labels: Tensor) -> Readout | None:
-        """What is known about the labels (N,), given as they are now; None: nothing. Collective."""
+        """What the method reports about the current labels (N,); None if nothing. Collective."""
         return None
 
     def exchange_stats(self) -> ExchangeStats:
-        """What sending rows has cost so far."""
+        """The cost of sending rows so far."""
         return ExchangeStats()
 
 
 class LossMethod(Method):
-    """A method that is a loss per sample: subclasses define `losses`."""
+    """A method that only defines a loss per sample: subclasses implement `losses`."""
 
     @abstractmethod
     def losses(self, logits: Tensor, labels: Tensor) -> Tensor:

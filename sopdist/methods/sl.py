@@ -49,6 +49,6 @@ class SL(LossMethod):
 def sl_losses(
     logits: Tensor, labels: Tensor, alpha: float = 0.1, beta: float = 1.0, log_zero: float = LOG_ZERO
 ) -> Tensor:
-    """alpha CE + beta RCE of each sample (B,), for a loop of your own."""
+    """alpha CE + beta RCE of each sample (B,), for your own loop."""
     ce = F.cross_entropy(logits, labels, reduction="none")
     return alpha * ce + beta * log_zero * torch.expm1(-ce)  # expm1(-ce) = p_y - 1

@@ -1,4 +1,4 @@
-"""SOP and SOP+: the loss of `sopdist.noise`, with rows of the noise table that travel one step ahead.
+"""SOP and SOP+: the loss of `sopdist.noise`, with rows of the noise table that are sent one step ahead.
 
 SOP+ adds two terms: agreement with a second, strongly augmented view (`consistency`), and balance of the classes over
 the global batch (`balance`).
@@ -55,7 +55,7 @@ class SOPSettings(MethodSettings):
                 raise ConfigError(f"method.{key} = {getattr(self, key)}: must be at least 0")
 
     def rates(self, lr: float) -> Rates:
-        """The rates of u and v; `lr` is what the variant `paper` multiplies its own with."""
+        """The rates of u and v; the variant `paper` multiplies its own by `lr`."""
         given = {key: getattr(self, key) for key in _RATES} | {"batch_size": self.lr_batch}
         given["tau"] = lr if self.variant == "paper" else None
         try:
@@ -78,7 +78,7 @@ class SOPMethod(Method):
     sop: SOP
 
     def full_batch_setting(self) -> str:
-        """The balance term compares the mean prediction of the whole batch."""
+        """The balance term compares the mean prediction of the full batch."""
         return "balance" if self.settings.balance else ""
 
     def second_view(self) -> Policy | None:
@@ -109,7 +109,7 @@ class SOPMethod(Method):
         return Outlook(None if math.isinf(forecast.visits) else forecast.visits, visits, str(forecast))
 
     def describe(self) -> str:
-        """With the layout of the table, which `auto` leaves open."""
+        """Includes the layout of the table, which `auto` leaves open."""
         return f"{self.name} ({self.sop.table.layout} table)"
 
     def start(self, setup: Setup) -> None:
@@ -144,12 +144,12 @@ class SOPMethod(Method):
             self.sop.prefetch([samples[rank_columns(len(batch), rank, self._ranks)] for rank in range(self._ranks)])
 
     def set_lr(self, lr: float) -> None:
-        """The variant `paper` moves u and v in proportion to it."""
+        """The variant `paper` moves u and v in proportion to the learning rate."""
         if isinstance(self.sop.rates, Paper):
             self.sop.tau = lr
 
     def step(self, forward: Forward, batch: Batch) -> StepOutput:
-        """Both views go through the network together. Facts for the noise table travel during the backward pass."""
+        """Both views go through the network together. Facts for the noise table are sent during the backward pass."""
         logits2 = None
         if batch.images2 is None:
             logits = forward(batch.images)
@@ -166,7 +166,7 @@ class SOPMethod(Method):
         self.sop.flush()
 
     def discard_prefetched(self) -> None:
-        """Wait for rows on their way, and drop them."""
+        """Wait for rows in flight, and drop them."""
         if self.sop.exchange is not None:
             self.sop.exchange.discard_prefetched()
 
@@ -190,5 +190,5 @@ class SOPMethod(Method):
         return Readout(scores, flags, proposed, visited, metrics)
 
     def exchange_stats(self) -> ExchangeStats:
-        """What rows and facts have cost so far."""
+        """The cost of sending rows and facts so far."""
         return ExchangeStats() if self.sop.exchange is None else self.sop.exchange.stats()

@@ -3,7 +3,7 @@
     network = load_exported("exported/cifar10")      # logits = network((pixels / 255 - mean) / std)
     read_exported("exported/cifar10").label_names    # class names, in the order of the logits
 
-This module knows the inputs and outputs of a network, but no checkpoints or data sets. No code in the folder is
+This module knows the inputs and outputs of a network, but not checkpoints or data sets. No code in the folder is
 executed.
 """
 

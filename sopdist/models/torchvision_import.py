@@ -21,7 +21,7 @@ _defined: list[torch.library.Library] = []  # definitions are removed with their
 
 
 def import_torchvision() -> None:
-    """Import torchvision. Raises the errors of its import, also if it is not installed."""
+    """Import torchvision. Raises the errors of its import, including when it is not installed."""
     try:
         importlib.import_module("torchvision")
     except RuntimeError as error:

@@ -1,6 +1,6 @@
 """Initial weights from a local file. Everything must match except the classifier, which may have other classes.
 
-This module knows state dicts and files, but no particular network.
+This module handles state dicts and files, and is independent of any particular network.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Sample tables: columns with one row per sample, sharded across ranks by sample index.
 
 Row i lives on rank i mod W. `table.py` holds the rows, `exchange.py` moves them between ranks, and `reshard.py` splits
-saved tables for another number of ranks. Knows neither files nor what the columns mean; `noise/` is the first user.
+saved tables for a different number of ranks. Does not know about files or what the columns mean; `noise/` uses it.
 """
 
 from .agreement import check_same_on_all_ranks

@@ -2,10 +2,9 @@
 
 Row i lives on rank i mod W, its *owner*. A batch needs rows of all owners, so for each batch
 
-    1. routes     every rank finds out who needs which rows: from the plan, which all ranks know, or by asking;
+    1. routes     every rank determines which rank needs which rows: from the plan, which all ranks know, or on request;
     2. rows       owners push the rows, one step ahead if the next batch is known, while the network computes;
-    3. facts      what travels back is whatever the update needs: a few bytes per sample, or new rows. The owner applies
-                  it.
+    3. facts      ranks send back what the update needs: a few bytes per sample, or new rows. The owner applies it.
 
 Two ranks, batch [0, 3 | 4, 1]: rank 0 computes samples 0 and 3, rank 1 computes 4 and 1. Rank 0 owns 0 and 4, rank 1
 owns 3 and 1. Rank 0 keeps row 0 and pushes row 4 to rank 1; rank 1 pushes row 3 and keeps row 1. Each sorts what it
@@ -40,7 +39,7 @@ Update = Callable[[Tensor, list[Tensor]], None]  # local rows that this rank own
 
 @dataclass(frozen=True)
 class Route:
-    """Who needs which rows for one batch, from the point of view of one rank."""
+    """Which rank needs which rows for one batch, from the point of view of one rank."""
 
     order: Tensor  # (B,): the positions of my batch, sorted by owner
     from_owner: list[int]  # how many of my samples each rank owns
@@ -65,7 +64,7 @@ def planned_route(parts: Sequence[NDArray[np.int64]], rank: int, device: torch.d
 
 @dataclass
 class InFlight:
-    """A batch whose rows are on their way, or have arrived and wait for its facts."""
+    """A batch whose rows are in flight, or have arrived and wait for its facts."""
 
     route: Route
     packed: Tensor  # bytes that arrive: (B, row bytes), sorted by owner
@@ -77,14 +76,14 @@ class InFlight:
 
 @dataclass(frozen=True)
 class ExchangeStats:
-    """What the exchange has cost this rank so far."""
+    """The cost of the exchange on this rank so far."""
 
     waited: float = 0.0  # seconds for which it blocked training
     travelled: float = 0.0  # seconds between sending and arrival, over all messages; unknown on GPUs, where it is 0
     sent_bytes: int = 0  # to other ranks
 
     def since(self, before: ExchangeStats) -> ExchangeStats:
-        """The difference to an earlier reading."""
+        """The difference from an earlier reading."""
         sent = self.sent_bytes - before.sent_bytes
         return ExchangeStats(self.waited - before.waited, self.travelled - before.travelled, sent)
 
@@ -107,7 +106,7 @@ class Exchange:
     # -- rows ----------------------------------------------------------------------------------------------------------
 
     def prefetch(self, parts: Sequence[NDArray[np.int64]]) -> None:
-        """Start sending the rows of a batch to come; `parts` are the samples of each rank, in the order of ranks."""
+        """Start sending the rows of a future batch; `parts` are the samples of each rank, in the order of ranks."""
         if len(parts) != self.ranks:
             raise ValueError(f"expected the samples of {self.ranks} ranks, got those of {len(parts)}")
         self._send_rows(planned_route(parts, self.rank, self.table.device))
@@ -115,7 +114,7 @@ class Exchange:
     def next_rows(self, index: Tensor) -> tuple[list[Tensor], Tensor]:
         """The sent columns for these samples, and the row of each sample in them.
 
-        They belong to the batch that was prefetched, or to a micro-batch of it; otherwise the owners are asked now.
+        They belong to the batch that was prefetched, or to a micro-batch of it; otherwise they are requested now.
         """
         if not self._batches:
             self._ask(index)
@@ -142,7 +141,7 @@ class Exchange:
     # -- facts ---------------------------------------------------------------------------------------------------------
 
     def give(self, facts: Sequence[Tensor], update: Update) -> bool:
-        """Hand in the facts of a (micro-)batch, columns of shape (B, ...). Those of the last one start to travel: True.
+        """Add the facts of a (micro-)batch, columns of shape (B, ...). True if it was the last one: all are then sent.
 
         `update` is called by `flush` on the owner, with the facts of all ranks.
         """
@@ -158,7 +157,7 @@ class Exchange:
         return True
 
     def flush(self) -> None:
-        """Wait for facts on their way, and update the rows that this rank owns."""
+        """Wait for facts in flight, and update the rows that this rank owns."""
         if self._unapplied is None:
             return
         (route, packed, columns, work, update), self._unapplied = self._unapplied, None
@@ -186,13 +185,13 @@ class Exchange:
         return values
 
     def stats(self) -> ExchangeStats:
-        """What the exchange has cost so far; on a GPU this waits for the device."""
+        """The cost of the exchange so far; on a GPU this waits for the device."""
         return ExchangeStats(*self._clock.read(), self._sent_bytes)
 
     # -- the wire ------------------------------------------------------------------------------------------------------
 
     def _ask(self, index: Tensor) -> None:
-        """A batch that was not prefetched: send the owners the indices that are needed."""
+        """Request the rows of a batch that was not prefetched: send the indices to the owners."""
         owner = index % self.ranks
         ordered, order = owner.sort(stable=True)
         counts = torch.bincount(ordered, minlength=self.ranks)
@@ -209,7 +208,7 @@ class Exchange:
         self._batches.append(InFlight(route, arrived, work))
 
     def _use(self, count: int) -> bool:
-        """`count` more samples of the batch are done; True if it is complete."""
+        """Mark `count` more samples of the batch as done; True if it is complete."""
         batch = self._batches[0]
         batch.used += count
         done = batch.used >= len(batch.packed)
@@ -254,7 +253,7 @@ class _Waits:
         self._events: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
 
     def started(self, work: dist.Work) -> None:
-        """A message has been sent: note when it arrives, which a GPU does not report."""
+        """Called after a message was sent: record when it arrives, which a GPU does not report."""
         if self._on_gpu:
             return
         begun = time.perf_counter()
@@ -277,7 +276,7 @@ class _Waits:
         work.wait()
         marks[1].record()
         self._events.append(marks)
-        while self._events and self._events[0][1].query():  # nobody may ever ask
+        while self._events and self._events[0][1].query():  # `read` may never be called
             self._add(*self._events.popleft())
 
     def read(self) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""Saved sample tables of W ranks, split for another number of ranks.
+"""Saved sample tables of W ranks, split for a different number of ranks.
 
 Rank r of W holds rows r, r + W, r + 2W, ... Two ranks with five samples hold [0, 2, 4] and [1, 3]; split for three
 ranks these are [0, 3], [1, 4] and [2].
@@ -18,7 +18,7 @@ _SAMPLES, _FIRST, _STRIDE = (META.index(name) for name in ("num_samples", "first
 
 
 def reshard(parts: Sequence[Mapping[str, Tensor]], first: int, stride: int) -> dict[str, Tensor]:
-    """What rank `first` of `stride` loads, from the saved tables of all ranks, given in any order.
+    """The table that rank `first` of `stride` loads, from the saved tables of all ranks, given in any order.
 
     Columns are read one at a time, so `parts` may be backed by files.
     """
@@ -40,7 +40,7 @@ def reshard(parts: Sequence[Mapping[str, Tensor]], first: int, stride: int) -> d
 
 
 def _skipped(parts: Sequence[Mapping[str, Tensor]], first: int, stride: int) -> Tensor:
-    """Counters belong to no row: with another number of ranks the first one keeps their sum."""
+    """Counters belong to no row: if the number of ranks changes, the first rank keeps their sum."""
     if stride == len(parts):
         return parts[first][_SKIPPED]
     total = torch.stack([part[_SKIPPED] for part in parts]).sum(0)
@@ -52,7 +52,7 @@ def _rows(parts: Sequence[Mapping[str, Tensor]], name: str, samples: int, first:
         return parts[first][name]
     full = torch.empty(0)
     for rank, part in enumerate(parts):
-        column = part[name]  # once: it may be read from a file
+        column = part[name]  # only once: it may be read from a file
         if rank == 0:
             full = torch.empty(samples, *column.shape[1:], dtype=column.dtype)
         full[rank :: len(parts)] = column

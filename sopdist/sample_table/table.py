@@ -2,8 +2,8 @@
 
 A table holds every `stride`-th sample: row r is sample `first + r * stride`, so rank 1 of 3 owns samples 1, 4, 7, ...
 
-A subclass registers its columns as buffers of shape (rows, ...), names those that travel to other ranks in `sent`, and
-calls `register_meta` last. It may register `skipped`, a counter of samples that is not a row but is saved with them.
+A subclass registers its columns as buffers of shape (rows, ...), lists those that other ranks need in `sent`, and calls
+`register_meta` last. It may register `skipped`, a counter of samples that is not a row but is saved with them.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ META = ("format", "num_samples", "num_classes", "seed", "first", "stride")
 
 
 class SampleTable(nn.Module):
-    """Columns with one row per sample. They follow `.to(device)` but keep their dtype, whatever the module's is."""
+    """Columns with one row per sample. They follow `.to(device)` but keep their dtype."""
 
-    sent: ClassVar[tuple[str, ...]] = ()  # columns that the rank needs that computes a sample; absent ones are None
+    sent: ClassVar[tuple[str, ...]] = ()  # columns needed by the rank that computes a sample; absent ones are None
     meta: Tensor
 
     def __init__(self, num_samples: int, num_classes: int, *, seed: int = 0, first: int = 0, stride: int = 1) -> None:
@@ -39,16 +39,16 @@ class SampleTable(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the rows are."""
+        """The device of the rows."""
         return self.meta.device
 
     def register_meta(self, version: int, *more: int, device: torch.device | str | None = None) -> None:
-        """Describe the table in the buffer `meta`: `META`, then whatever else the subclass needs to load itself."""
+        """Describe the table in the buffer `meta`: `META`, then anything else the subclass needs to load itself."""
         numbers = (version, self.num_samples, self.num_classes, self.seed, self.first, self.stride)
         self.register_buffer("meta", torch.tensor([*numbers, *more], device=device))
 
     def sent_columns(self) -> list[Tensor]:
-        """The columns that travel, as they are now: `.to(device)` replaces buffers."""
+        """The columns that are sent. Not cached, because `.to(device)` replaces buffers."""
         columns = (getattr(self, name) for name in self.sent)
         return [column for column in columns if column is not None]
 
@@ -59,7 +59,7 @@ class SampleTable(nn.Module):
         return rows.to(torch.int64) * self.stride + self.first
 
     def load_rows(self, columns: Mapping[str, Tensor]) -> int:
-        """Load what `state_dict` of this shard of the table would be; returns how many entries did not fit."""
+        """Load the state dict of this shard of the table; returns how many entries did not fit."""
         self.load_state_dict(dict(columns))
         return 0
 
@@ -80,7 +80,7 @@ def keep_dtype(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
 
 
 def check_integer(name: str, value: int, *, minimum: int, below: int | None = None) -> None:
-    """ValueError unless `value` is an integer in range; True is none."""
+    """ValueError unless `value` is an integer in range; a bool is not an integer here."""
     is_integer = isinstance(value, int) and not isinstance(value, bool)
     if not is_integer or value < minimum or (below is not None and value >= below):
         limits = f"at least {minimum}" if below is None else f"in [{minimum}, {below})"

@@ -60,7 +60,7 @@ def save_figure(figure: Figure, stem: Path, suffixes: Sequence[str] = (".png", "
 def plot_map(figure: Figure, axes: Axes, x: Array, y: Array, values: Array) -> None:
     """A map of `values` (len(y), len(x)) from 0 to 1 on a grid of cell centres, with a colour bar.
 
-    The cells are one raster image, also in an SVG.
+    The cells are one raster image, even in an SVG.
     """
     axes.grid(visible=False)
     colours = axes.pcolormesh(x, y, values, shading="nearest", cmap=MAP, rasterized=True, vmin=0, vmax=1)

@@ -79,6 +79,6 @@ def integrate_flow(problem: Problem, alpha: float, gamma: float, *, tolerance: f
     )  # fmt: skip
     nu = path.y[:, -1]
     residual = float(np.abs(slope(0, nu)).max()) / scale
-    if not residual <= 2 * tolerance:  # true for NaN, too
+    if not residual <= 2 * tolerance:  # also true for NaN
         raise ProblemError(f"the flow with alpha = {alpha:g}, gamma = {gamma:g} did not converge: {path.message}")
     return Limit(basis.T @ nu, noise(nu), nu, residual)

@@ -41,7 +41,7 @@ from .trials import run_tasks, trial_generator
 NAME = "implicit-bias"
 ALPHAS, LAMBDAS = (4.0, 4000.0), (1e-4, 1.0)  # the paper's ranges
 CLOSE = 1e-2  # relative difference below which two solvers agree
-MIN_GAMMA = 1e-30  # gamma^4 is used, too, and its square must not underflow
+MIN_GAMMA = 1e-30  # gamma^4 is also used, and its square must not underflow
 _FAR = 2.0  # off the curve: lambda is larger or smaller by at least this factor
 _NAMES = ("theta", "s")
 Solution = tuple[Array, Array]  # c (r,) and s (N,)

@@ -1,1 +1,1 @@
-"""Training: the only part that knows data, noise table and network at once."""
+"""Training: the only package that brings data, method and network together."""

@@ -1,7 +1,7 @@
 """The config of a run: all its sections, and where configs are found by name.
 
-A section lives beside the code that it configures; this file puts them together and checks what two sections must agree
-on.
+Each section is declared next to the code that it configures. This file combines them, and checks settings that must
+agree across sections.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _configs_folder() -> Path:
 
 CONFIGS = _configs_folder()
 
-_OLD, _NEW = "objective", "method"  # what the section `method` was called until methods became pluggable
+_OLD, _NEW = "objective", "method"  # the old name of the section `method`, and the current one
 _logger = logging.getLogger("sopdist.train")
 
 Note = Callable[[str], object]
@@ -91,7 +91,7 @@ def find_config(name: str) -> Path:
 def load(name: str, overrides: Sequence[str] = (), note: Note = _logger.warning) -> Config:
     """The config of a run from a name or path and `key=value` overrides, checked.
 
-    `note` is called with what users should change in files of older versions.
+    `note` is called with a message about what users should change in files of older versions.
     """
     path = find_config(name)
     loaded = read_config(path, overrides, note)
@@ -101,7 +101,7 @@ def load(name: str, overrides: Sequence[str] = (), note: Note = _logger.warning)
 
 
 def read_config(path: Path, overrides: Sequence[str] = (), note: Note = _logger.warning) -> Config:
-    """A config from a file, also from one of an older version, and `key=value` overrides."""
+    """A config from a file, which may be of an older version, and `key=value` overrides."""
     current = [_current_key(override, note) for override in overrides]
 
     def upgraded(tree: dict[Any, Any]) -> dict[Any, Any]:
@@ -113,7 +113,7 @@ def read_config(path: Path, overrides: Sequence[str] = (), note: Note = _logger.
 
 
 def upgrade(tree: dict[Any, Any]) -> dict[Any, Any]:
-    """The tree of a config with today's names: `objective`, as the section was called, becomes `method`.
+    """The tree of a config with current names: `objective`, the old name of the section, becomes `method`.
 
     Keys of another method, which the old section accepted and ignored, are dropped.
     """

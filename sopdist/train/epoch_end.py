@@ -14,7 +14,7 @@ from .session import Session
 def end_epoch(
     session: Session, progress: Progress, reporter: Reporter, saver: Saver, epoch: int, *, save: bool
 ) -> None:
-    """Do what is due after this epoch, or everything after the last one. `save`: a checkpoint is due anyway."""
+    """Do what is due after this epoch; after the last one, everything is. `save`: a checkpoint is due anyway."""
     config = session.config
     last = progress.step >= session.total_steps
     session.engine.average_statistics()
@@ -26,11 +26,11 @@ def end_epoch(
             progress.best, progress.best_step = score, progress.step
     if last and not progress.nonfinite_streak:
         # Before the checkpoint, from which a resumed run would conclude that it is finished.
-        saver.wait()  # on a full disk, the remains of a failed save take the room that is needed
+        saver.wait()  # on a full disk, the remains of a failed save take up space that is needed
         progress.network_lost = not saver.save_network(LAST)
     elif last:
         progress.network_lost = True
-    every = 1 if progress.nonfinite_streak else config.checkpoint.every  # it is not saved, and users should know
+    every = 1 if progress.nonfinite_streak else config.checkpoint.every  # `save` then warns that nothing is saved
     if save or (every and (last or (epoch + 1) % every == 0)):
         saver.save()
 

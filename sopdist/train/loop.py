@@ -24,12 +24,12 @@ from .session import Session
 
 
 class Signals(NamedTuple):
-    """What all ranks sum in every step, besides gradients."""
+    """Values that are summed over ranks in every step, besides gradients."""
 
     weight: float  # of the samples of the batch
-    nonfinite: float  # samples of the step before that were not finite
+    nonfinite: float  # samples of the previous step that were not finite
     stop: float  # ranks that were asked to stop
-    save: float  # ranks that want a checkpoint
+    save: float  # ranks that request a checkpoint
 
 
 def train(session: Session, progress: Progress, reporter: Reporter, saver: Saver) -> None:
@@ -40,7 +40,7 @@ def train(session: Session, progress: Progress, reporter: Reporter, saver: Saver
     guard = NonFiniteGuard(session, progress)
     steps, total_steps = stream.steps, session.total_steps
     every = config.checkpoint.steps
-    reporter.clock.lap()  # time before the first step does not belong to it
+    reporter.clock.lap()  # time before the first step does not count
 
     for epoch in range(progress.step // steps, config.train.epochs):
         if progress.step >= total_steps:

@@ -1,4 +1,4 @@
-"""The guard against a loss that is not finite: a network that has diverged must not look like one that has converged.
+"""The guard against a loss that is not finite: divergence must not look like convergence.
 
 Samples whose logits are not finite are left out of the loss. A few such steps are tolerated; more than
 `train.max_nonfinite_steps` consecutive ones end the run, with the step, the samples and a file that lists them.
@@ -51,18 +51,18 @@ class NonFiniteGuard:
         self._latest: list[Watched] = []  # those of the step to be checked, if there is one
 
     def watch(self, batch: Batch, bad: Tensor) -> None:
-        """A micro-batch of the current step, and which of its samples (B,) are not finite."""
+        """Add a micro-batch of the current step, and which of its samples (B,) are not finite."""
         self._current.append(Watched(batch.index, batch.labels, bad, _read_later(bad.sum())))
 
     def previous(self) -> float:
-        """How many samples of this rank's latest step were not finite. A new step starts."""
+        """How many samples of this rank's latest step were not finite. Call it at the start of a step."""
         count = sum(watched.count() for watched in self._current)
         self._latest, self._current = self._current, []
         return count
 
     def check(self, nonfinite: float) -> None:
-        """`nonfinite` samples of the latest step, over all ranks, were not finite. Collective if it is one too many."""
-        if not self._latest:  # the first step of an epoch: the last one of the epoch before is checked already
+        """Check the latest step, given its number of non-finite samples over all ranks. Collective if the run stops."""
+        if not self._latest:  # the first step of an epoch: the last step of the previous epoch has been checked
             return
         session, progress = self._session, self._progress
         progress.nonfinite_streak = progress.nonfinite_streak + 1 if nonfinite else 0
@@ -75,7 +75,7 @@ class NonFiniteGuard:
             self._stop()
 
     def flush(self) -> None:
-        """The epoch is over: check its last step, too. Collective."""
+        """Check the latest step now: at the end of an epoch, or before a save. Collective."""
         (nonfinite,) = self._session.world.sum([self.previous()])
         self.check(nonfinite)
 

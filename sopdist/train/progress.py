@@ -1,4 +1,4 @@
-"""How far a run is, apart from what it is (`session.py`)."""
+"""The progress of a run. `session.py` holds its parts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Progress:
 
     step: int = 0  # optimizer steps done
     best: float = -1.0  # top-1 of the best network so far
-    best_step: int = -1  # and the step after which that was
+    best_step: int = -1  # the step after which it was evaluated
     failed_saves: int = 0
     nonfinite_streak: int = 0  # consecutive steps, up to now, with samples that are not finite; never saved in one
     network_lost: bool = False  # the network of the last step could not be saved
@@ -25,7 +25,7 @@ class Progress:
         }  # fmt: skip
 
     def load_state(self, state: Mapping[str, Any], *, same_run: bool) -> None:
-        """Take over what `state` returned. The best network of another run stays with that run."""
+        """Restore what `state` returned. The best score of another run is not carried over."""
         self.step, self.failed_saves = int(state["step"]), int(state.get("failed_saves", 0))
         if same_run:
             self.best, self.best_step = float(state["best"]), int(state.get("best_step", -1))

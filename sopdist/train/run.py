@@ -100,7 +100,7 @@ def _train(config: Config, world: World, *, requests: Requests, resume: str, all
 
 
 def _lock_and_find_resume_point(config: Config, world: World, resume: str) -> tuple[RunLock, ResumePoint]:
-    """Lock the run, then choose the checkpoint: the process that had the lock may save until the very end.
+    """Lock the run, then choose the checkpoint: the process that held the lock may save until it exits.
 
     If the folder does not exist yet, choose first: a wrong --resume must not leave something that looks like a run.
     """

@@ -1,6 +1,6 @@
 """A session: what a run consists of on this rank, built from a config before the first step.
 
-Whatever is wrong is found here and raised identically on every rank. How far the run is lives in `progress.py`.
+Setup errors are found here and raised identically on every rank. `progress.py` holds the progress of the run.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Session:
 
     @property
     def total_steps(self) -> int:
-        """Optimizer steps of the whole run."""
+        """Optimizer steps of the full run."""
         steps = self.config.train.epochs * self.stream.steps
         return min(steps, self.config.train.max_steps or steps)
 
@@ -107,8 +107,8 @@ def open_session(config: Config, world: World, requests: Requests, lock: RunLock
         evaluations = world.on_all_ranks(lambda: open_evaluations(config.evaluate, data, classes, batch, world))
         opened.callback(close_all, evaluations)
         network = world.on_all_ranks(lambda: _build_network(config, method, len(classes)))
-        # The engine and the method talk to other ranks themselves: not inside `on_all_ranks`, which would leave the
-        # others waiting if it failed on one. They refuse the same things on every rank.
+        # The engine and the method communicate with other ranks themselves, so they must not run in `on_all_ranks`,
+        # which would leave the others waiting if one failed. They fail in the same way on every rank.
         engine = _make_engine(config, world, network)
         method.start(Setup(len(stream.split), len(classes), config.run.seed, world.device, world.new_group()))
         clean = world.on_all_ranks(lambda: _clean_labels(stream, config.log.clean, world.device))

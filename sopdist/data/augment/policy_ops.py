@@ -39,7 +39,7 @@ from torch import Tensor
 Parts = Sequence[tuple[str, list[float]]]  # a batch grouped by operation, in order: operation, amount of each sample
 Matrix = tuple[float, float, float, float, float, float]  # maps (x, y) of the result to its source; Pillow's order
 
-MAX_SIDE = 16384  # above, the fixed-point coordinates of `warp` would overflow 32 bits
+MAX_SIDE = 16384  # beyond this, the fixed-point coordinates of `warp` would overflow 32 bits
 
 _POSTERIZE_BITS = 4
 _ENHANCE = 0.9

@@ -46,7 +46,7 @@ class Task(Generic[T]):
         self._finish()
 
     def cancel(self) -> None:
-        """Do not run the call if it has not started. Whoever waits for its result gets a `CancelledError`."""
+        """Do not run the call if it has not started. Waiting for its result raises a `CancelledError`."""
         if not self._done:
             self._error = CancelledError()
             self._finish()

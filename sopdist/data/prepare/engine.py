@@ -68,7 +68,7 @@ def prepare(source: str, splits: Sequence[SourceSplit], out: Path, options: Opti
     for task in tasks:  # check all of them first: writing the first may take hours
         with _writing(task.folder):
             jobs.is_complete(task.folder, task.job, overwrite)
-    if overwrite:  # invalidate all of them first, too: a resumed run must not take the last ones for prepared
+    if overwrite:  # also invalidate all of them first: a resumed run must not mistake the last ones for prepared
         for task in tasks:
             with _writing(task.folder), jobs.locked(task.folder):
                 jobs.start_over(task.folder, task.job)

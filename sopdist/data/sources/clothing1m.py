@@ -49,7 +49,7 @@ def find_splits(args: argparse.Namespace) -> list[SourceSplit]:
     root = root_of(args)
     names = select_splits(tuple(_KEY_LISTS), args.splits)
     kv_of = {name: _NOISY if name == "train" else _CLEAN for name in names}
-    kv_names = dict.fromkeys((*kv_of.values(), _CLEAN))  # some training images have a clean label, too
+    kv_names = dict.fromkeys((*kv_of.values(), _CLEAN))  # some training images also have a clean label
     files = _find_lists(root, (_NAMES, *kv_names, *(_KEY_LISTS[name] for name in names)))
     classes = read_names(files[_NAMES], CLASSES)
     labels_in = {kv: read_labelled(files[kv], CLASSES) for kv in kv_names}

@@ -89,7 +89,7 @@ def build_accelerator(kind: Kind, settings: EngineSettings, env: LaunchEnv) -> A
         raise ConfigError(f"training needs accelerate: {error}; pip install 'sopdist[train]'") from None
     precision = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}[settings.precision]
     if kind == "single":
-        # A launcher of one process sets its variables, too, and accelerate would open a process group for them.
+        # A launcher of one process also sets its variables, and accelerate would open a process group for them.
         with _environment(dict.fromkeys(LAUNCH_VARIABLES)):
             accelerator = Accelerator(cpu=device == "cpu", mixed_precision=precision)
         _check(accelerator, kind, device, env)

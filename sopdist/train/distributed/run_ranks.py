@@ -1,4 +1,4 @@
-"""Run a function on all ranks, from init to shutdown, and turn whatever happens into an exit code.
+"""Run a function on all ranks, from init to shutdown, and turn the outcome into an exit code.
 
 An error that every rank raises is printed once, by rank 0, and all ranks shut down together. A rank that fails alone
 prints its error and exits at once; the others notice (`watchdog`) and exit as well. No rank waits for a dead one.

@@ -46,7 +46,7 @@ class Requests:
         """On rank 0: look for the file STOP, and request a checkpoint after `minutes` without one; 0: never."""
         self._stop_file, self._minutes = folder / STOP, minutes
         self._saved = time.monotonic()
-        self._looked = self._saved - _POLL_INTERVAL  # so that the first step looks, too
+        self._looked = self._saved - _POLL_INTERVAL  # so that the first step also looks
 
     def now(self) -> list[float]:
         """Whether to stop, and whether a checkpoint is due: 1 or 0 each. Cheap enough for every step."""
@@ -57,7 +57,7 @@ class Requests:
         clock = time.monotonic()
         if self._stop_file is not None and not self.reason and clock - self._looked >= _POLL_INTERVAL:
             self._looked = clock
-            with suppress(OSError):  # a drive that does not respond now is no reason to stop
+            with suppress(OSError):  # if the drive does not respond now, do not stop
                 self._stop_file.stat()
                 self.reason = f"{self._stop_file} was found"
         due = 0 < self._minutes * 60 <= clock - self._saved

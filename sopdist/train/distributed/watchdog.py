@@ -2,10 +2,10 @@
 
 A thread of each rank checks several times a second whether the other ranks of its machine are still running. Between
 machines, one rank of each machine sends heartbeats through a store. A rank that finds another one dead prints one line,
-gives the main thread a few seconds to fail by itself (a broken connection often makes it), and exits its own process
+gives the main thread a few seconds to fail by itself (a broken connection often does that), and exits its own process
 with the code LOST, or with INTERRUPTED if this rank was interrupted as well.
 
-Knows processes and machines. Independent of training.
+Handles processes and machines. Independent of training.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ def _machine() -> str:
 
 
 def _own_connection() -> Any:
-    """A connection to the ranks' store for this thread: the main thread's is blocked while that waits on it."""
+    """A connection to the ranks' store for this thread: the main thread's own is blocked while it waits."""
     store: Any = distributed.distributed_c10d._get_default_store()
     while hasattr(store, "underlying_store"):
         store = store.underlying_store

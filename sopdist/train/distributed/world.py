@@ -65,7 +65,7 @@ class Pending:
 
 
 class World:
-    """All ranks, from the view of one. Methods are collective: all ranks call the same ones in the same order."""
+    """All ranks, as seen by one of them. Methods are collective: all ranks call the same ones in the same order."""
 
     def __init__(self, env: LaunchEnv, kind: Kind, accelerator: Accelerator, timeout: float) -> None:
         self.rank, self.size = env.rank, env.size
@@ -131,7 +131,7 @@ class World:
         return self.start_sum(values).result()
 
     def start_sum(self, values: Sequence[float]) -> Pending:
-        """Start the same in the background; ask for the result later."""
+        """Start the same sum in the background; `Pending.result` waits for it."""
         return self._reduce(values, distributed.ReduceOp.SUM)
 
     def max(self, values: Sequence[float]) -> list[float]:

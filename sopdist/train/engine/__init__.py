@@ -10,7 +10,7 @@ An engine minimises the mean over ranks of the sum over micro-batches of the los
 therefore passes (sum of its weighted losses) * ranks / (total weight over ranks): rank 0 with losses 1, 2 and rank 1
 with loss 6 pass 3 * 2 / 3 = 2 and 6 * 2 / 3 = 4. Their mean is 3, the mean of the three samples.
 
-An engine does not know about data, objectives or files.
+An engine does not know about data, methods or files.
 """
 
 from __future__ import annotations

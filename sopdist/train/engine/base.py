@@ -130,7 +130,7 @@ class Engine(ABC):
     def repair_statistics(self) -> None:
         """Reset running batch statistics that are infinite or NaN to their last average over the ranks.
 
-        One bad sample would otherwise spoil them for good. Training does not use them, but every evaluation does.
+        Otherwise one bad sample would corrupt them permanently. Training does not use them, but every evaluation does.
         """
         for name, buffer in self.statistics().items():
             buffer.copy_(torch.where(torch.isfinite(buffer), buffer, self._last_finite[name]))

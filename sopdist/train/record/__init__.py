@@ -1,1 +1,1 @@
-"""What a run writes down: its folder, metrics, W&B, and the list of suspects."""
+"""The records of a run: its folder, metrics, W&B, and the list of suspects."""

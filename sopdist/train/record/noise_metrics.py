@@ -43,7 +43,7 @@ def noise_metrics(readout: Readout, given: Array, clean: Array | None, classes: 
     """Estimated noise, in total and by given class. Given and clean labels are (N,), -1 where unknown.
 
     The estimate is the share of flags among visited samples. With clean labels, everything else is counted over all
-    samples with a known given and clean label, visited or not: what was never visited was not found.
+    samples with a known given and clean label, visited or not: a wrong label that was never visited was not found.
     """
     labelled = given >= 0
     visited = readout.visited.astype(bool) & labelled

@@ -1,4 +1,4 @@
-"""What a run reports: measured on every rank, reduced over ranks, written down by rank 0.
+"""What a run reports: measured on every rank, reduced over ranks, written by rank 0.
 
 Owns the measurements since the last line of metrics.jsonl, so it also saves and restores them: a resumed run continues
 in the middle of a line. All methods are collective unless they say otherwise.
@@ -50,7 +50,7 @@ class Reporter:
     # -- from start to end ---------------------------------------------------------------------------------------------
 
     def open(self, *, resume: bool) -> None:
-        """Write the config and open the log. Last of the set-up, so that a failed start leaves an older run alone."""
+        """Write the config and open the log. Call it last, so that a failed start does not change an older run."""
         session = self._session
 
         def open_log() -> RunLog:
@@ -82,7 +82,7 @@ class Reporter:
         self.run_log.rewind(self._progress.step)  # from here on there is a progress bar
 
     def finish(self) -> bool:
-        """Write the summary; False if that, or saving the network, failed: then the run was for nothing."""
+        """Write the summary; False if that failed, or if the last network could not be saved."""
         session, progress = self._session, self._progress
         if self.run_log is None:
             return not progress.network_lost
@@ -93,11 +93,11 @@ class Reporter:
         if progress.network_lost:
             summary["exit"] = "the last network could not be saved"
         written = self.run_log.finish(summary, finished=not progress.network_lost)
-        session.requests.acknowledge_stop()  # a request during the last step is fulfilled, too
+        session.requests.acknowledge_stop()  # a request during the last step has been fulfilled as well
         return written and not progress.network_lost
 
     def stop(self, saved_step: int) -> None:
-        """The run was asked to stop, and has stopped: record why, and from which step it can be resumed."""
+        """Record why the run has stopped on request, and from which step it can be resumed."""
         session, step = self._session, self._progress.step
         reasons = session.world.gather_objects(session.requests.reason)
         if self.run_log is None:
@@ -108,12 +108,12 @@ class Reporter:
         summary = {"exit": exit_status, "reason": reason, "steps": step, "saved_step": saved_step}
         summary |= {"failed_saves": self._progress.failed_saves}
         self.run_log.finish(summary, finished=False)
-        session.requests.acknowledge_stop()  # after the summary, which `sopdist stop` reads before it asks
+        session.requests.acknowledge_stop()  # after the summary, which `sopdist stop` reads before it requests a stop
         where = "there" if saved else f"from step {saved_step}: THE LAST STEPS ARE NOT SAVED"
         _logger.warning("%s: stopped after step %s: %s; --resume auto resumes %s", session.folder, step, reason, where)
 
     def fail(self, reason: str) -> None:
-        """The run ends with an error. Not collective."""
+        """Record that the run ends with an error. Not collective."""
         if self.run_log is not None:
             self.run_log.finish({"exit": reason, "steps": self._progress.step}, finished=False)
 
@@ -125,7 +125,7 @@ class Reporter:
         return self._step_metrics.add(output, batch, None if clean is None else clean[batch.index])
 
     def advance(self) -> None:
-        """A step is done. Cheap, and not collective."""
+        """Called after each step. Cheap, and not collective."""
         if self.run_log is not None:
             self.run_log.advance(self._progress.step)
 
@@ -154,7 +154,7 @@ class Reporter:
             "samples_per_second": per_rank * world.size if per_rank else None,
             "samples_per_second_per_rank": per_rank,
             **{f"{part}_share": seconds[part] / seconds["total"] for part in _PARTS[:-1] if seconds["total"]},
-            "peak_memory_bytes": world.max([_peak_memory(world.device)])[0],  # of the rank that has most
+            "peak_memory_bytes": world.max([_peak_memory(world.device)])[0],  # of the rank that uses the most
             "unreadable_samples": bad,
             "failed_saves": self._progress.failed_saves,
         }
@@ -178,12 +178,12 @@ class Reporter:
     # -- the end of an epoch -------------------------------------------------------------------------------------------
 
     def report_evaluation(self, epoch: int, metrics: Mapping[str, float]) -> None:
-        """Log what was measured on the evaluation splits. Not collective."""
+        """Log the metrics of the evaluation splits. Not collective."""
         if self.run_log is not None and metrics:
             self.run_log.log("eval", self._progress.step, epoch, metrics)
 
     def report_labels(self, epoch: int, *, last: bool) -> None:
-        """Log what the method says about the labels and, if clean labels are known, how well; at the end, list them."""
+        """Log what the method reports about the labels, scored against clean labels if known. `last`: list suspects."""
         session = self._session
         labels = torch.from_numpy(session.stream.labels.labels.astype("int64"))
         readout = session.method.readout(labels)
@@ -211,9 +211,9 @@ class Reporter:
         return {"unreadable": self._unreadable}
 
     def load_state(self, sums: Tensor | None, about: Mapping[str, Any]) -> None:
-        """Take over what `state` and `about` returned."""
+        """Restore what `state` and `about` returned."""
         self._unreadable = int(about.get("unreadable", 0))
-        if sums is None or sums[:-1].shape != self._step_metrics.sums.shape:  # another version may count other things
+        if sums is None or sums[:-1].shape != self._step_metrics.sums.shape:  # another version may have other sums
             return
         self._step_metrics.sums.copy_(sums[:-1])
         self._carried, self._unreadable_before = int(sums[SUMS.index("samples")]), int(sums[-1])

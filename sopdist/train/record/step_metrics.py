@@ -1,6 +1,6 @@
 """Training metrics of the samples since the last line: sums that stay on the device, so that no step waits for them.
 
-Knows outputs and labels. Sums over ranks are the caller's job.
+Knows about outputs and labels. The caller sums over ranks.
 """
 
 from __future__ import annotations

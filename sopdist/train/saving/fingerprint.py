@@ -1,4 +1,4 @@
-"""The fingerprint of a run: what must be the same for a checkpoint to continue as if nothing had happened."""
+"""The fingerprint of a run: what must be the same to resume from a checkpoint exactly."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def fingerprint_of(config: Config, stream: Stream, method: Method) -> dict[str, 
 
 
 def saved_fingerprint(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """A fingerprint from a checkpoint, also from an older one, with today's keys."""
+    """A fingerprint from a checkpoint, which may be an older one, with current keys."""
     return {_OLD_KEYS.get(key, key): value for key, value in saved.items()}
 
 
 def allowed_changes(config: Config) -> dict[str, str]:
-    """What `--allow-change` takes for this config, and what each change means."""
+    """The changes that `--allow-change` accepts for this config, and what each one means."""
     own = make_method(config.method).resumable_changes
     return _CHANGES | {f"method.{key}": meaning for key, meaning in own.items()}
 
@@ -74,7 +74,7 @@ def compare(
     """The differences that `allow` permits; DataError, with both sides, if anything else differs.
 
     `changes` says which could be permitted, and what each means. `label_sets` are the names of the saved and of the
-    current label set: a digest alone tells users nothing.
+    current label set: a digest alone means nothing to users.
     """
     refused, allowed = [], []
     for key in here:

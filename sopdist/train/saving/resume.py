@@ -1,7 +1,8 @@
 """Resuming from a checkpoint: which one, whether it is intact and belongs to this run, and its state restored.
 
-Works for checkpoints of any engine and any number of ranks. On the same number of ranks the run continues as if it had
-never stopped, bit for bit; on another, all saved state is the same, and sums over ranks are rounded in another order.
+Works for checkpoints of any engine and any number of ranks. On the same number of ranks the run is bit-identical to one
+that never stopped; on a different number, all saved state is the same, but sums over ranks are rounded in a different
+order.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ class ResumePoint:
 
     folder: Path | None = None  # the checkpoint; None: from scratch
     damaged: list[Path] = field(default_factory=list)  # newer ones that cannot be used
-    newest: bool = True  # there are no other newer ones; False: the user has chosen it, and may go back
+    newest: bool = True  # there are no newer ones besides those; False: the user chose it, and may go back
 
 
 def find_resume_point(world: World, run: Path, resume: str) -> ResumePoint:
-    """The checkpoint that `--resume` means. Collective; writes nothing.
+    """The checkpoint that `--resume` refers to. Collective; writes nothing.
 
     `auto` is the newest intact one of the run, if there is one. The ranks share the reading of its files.
     """
@@ -68,7 +69,7 @@ def find_resume_point(world: World, run: Path, resume: str) -> ResumePoint:
 def load_checkpoint(
     session: Session, progress: Progress, reporter: Reporter, folder: Path, allow: Collection[str] = ()
 ) -> None:
-    """Restore a checkpoint. Collective; refuses one of another run, and says what differs."""
+    """Restore a checkpoint. Collective; refuses a checkpoint of another run with a list of the differences."""
     world = session.world
     saved = world.on_all_ranks(lambda: open_checkpoint(folder))
     there, here = saved_fingerprint(saved.fingerprint), session.fingerprint
@@ -94,7 +95,7 @@ def load_checkpoint(
 def is_finished(session: Session, progress: Progress, folder: Path) -> bool:
     """Whether this checkpoint is the last of a finished run, whose record must not change. Collective.
 
-    CollectiveError if it is past the end that the config sets: half of a run would look like a complete one.
+    CollectiveError if it is past the end set by the config: a part of a run would look like a complete one.
     """
     step, end = progress.step, session.total_steps
     if step > end:
@@ -116,7 +117,7 @@ def is_finished(session: Session, progress: Progress, folder: Path) -> bool:
 
 
 def start_from(session: Session, progress: Progress, point: ResumePoint) -> None:
-    """The run starts: set aside what is damaged or newer, and remove what is incomplete. Collective."""
+    """Called when the run starts: set aside damaged and newer checkpoints, and remove incomplete ones. Collective."""
 
     def tidy() -> None:
         if point.newest:
@@ -131,7 +132,7 @@ def start_from(session: Session, progress: Progress, point: ResumePoint) -> None
 
 
 def _refuse_newer(session: Session, progress: Progress, point: ResumePoint) -> None:
-    """The lock keeps other processes out, but not every file system has locks: never remove what one has just saved."""
+    """Not every file system supports locks: never remove what another process has just saved."""
     for folder in complete_checkpoints(session.folder):
         if step_of(folder) > progress.step and folder not in point.damaged:
             raise DataError(

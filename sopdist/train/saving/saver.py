@@ -3,8 +3,8 @@
     RUN/checkpoints/step-00001234/                          see sopdist.checkpoint
     RUN/network-best.safetensors, network-last.safetensors  the network alone
 
-A rank copies its share when a save starts, and trains on while the copy is written. Random state is not saved: order,
-augmentation, dropout and the initial tables are functions of the seed, the step and the sample.
+A rank copies its share when a save starts, and keeps training while the copy is written. Random state is not saved:
+order, augmentation, dropout and the initial tables are functions of the seed, the step and the sample.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class Saver:
     def save(self) -> None:
         """Start a checkpoint of the current step, when the previous one is done. Collective.
 
-        A failure is reported later, by `poll` or `wait`. Nothing is saved while samples are not finite: a network that
-        is diverging is no state to resume from.
+        A failure is reported later, by `poll` or `wait`. Nothing is saved while samples are not finite: a
+        diverging network is not a useful state to resume from.
         """
         session, progress, world = self._session, self._progress, self._session.world
         if progress.nonfinite_streak:
@@ -93,14 +93,14 @@ class Saver:
             self.wait()
 
     def poll(self) -> None:
-        """Take note of a save that is done. Cheap: called after every step."""
+        """Check whether the save in progress is done. Cheap: called after every step."""
         if self._save is not None and self._save.done():
             self.wait()
 
     def wait(self) -> bool:
         """Wait until the save in progress is done. False, on every rank, if it has failed.
 
-        A failure is logged and counted; the run continues, and the last good checkpoint stays.
+        A failure is logged and counted; the run continues, and the last good checkpoint is kept.
         """
         if self._save is None:
             return True
@@ -116,11 +116,11 @@ class Saver:
             self._failed(f"{self._folder}: {reason_of(error)}")
             if self._session.world.rank == 0:
                 with suppress(OSError):
-                    remove(self._folder)  # on a full disk, the next save needs the room
+                    remove(self._folder)  # on a full disk, the next save needs the space
             return False
 
     def save_network(self, name: str) -> bool:
-        """Write the network alone, for `sopdist eval` and for use elsewhere. Collective. False if that has failed."""
+        """Write only the network, for `sopdist eval` and for use elsewhere. Collective. False if that failed."""
         world, path = self._session.world, self._session.folder / name
         with self._reporter.clock.part("checkpoint"):
             network = self._session.engine.network_state()
@@ -151,7 +151,7 @@ class Saver:
 
 
 def pieces_of(contents: Sequence[Content], rank: int, ranks: int) -> dict[str, Fragment]:
-    """What this rank writes of a checkpoint: its share of the replicated state, and all of its own."""
+    """The part of a checkpoint that this rank writes: its share of the replicated state, and all of its own state."""
     replicated = {name: tensor for content in contents for name, tensor in content.replicated.items()}
     own = {name: piece for content in contents for name, piece in content.own.items()}
     return distribute(replicated, rank, ranks) | own

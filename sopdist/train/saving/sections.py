@@ -6,7 +6,7 @@
 | step_metrics                                                | reporter |
 | step, best, ... in checkpoint.json                          | progress |
 
-`checkpoint/names.py` has the names. What is replicated is written once, by whichever rank has least to write.
+`checkpoint/names.py` has the names. Replicated state is written once, distributed over the ranks by size.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Section(Protocol):
     """A part of a run that is saved."""
 
     def save(self) -> Content:
-        """What is written now."""
+        """The current state, as it is written."""
 
     def load(self, saved: Checkpoint) -> None:
         """Restore it. Collective."""
@@ -73,7 +73,7 @@ class EngineSection:
         network = world.on_all_ranks(lambda: saved.section(names.NETWORK) | saved.statistics(own_rank))
         last_finite = world.on_all_ranks(lambda: saved.section(names.LAST_FINITE))
         optimizer = world.on_all_ranks(lambda: saved.section(names.OPTIMIZER) if self._load_optimizer else {})
-        try:  # these are collective themselves, and refuse the same things on every rank
+        try:  # these are collective themselves, and fail in the same way on every rank
             engine.load_network_state(network, last_finite)
             engine.load_optimizer_state(optimizer)
         except DataError as error:
@@ -109,7 +109,7 @@ class MethodSection:
             )  # fmt: skip
 
     def _load_tables(self, saved: Checkpoint) -> int:
-        """How many entries of this rank's rows did not fit."""
+        """Load this rank's rows of each table; returns how many entries did not fit."""
         dropped = 0
         for name, table in self._method.tables().items():
             if name not in saved.table_names and not self._tables_required:
@@ -150,5 +150,5 @@ class ProgressSection:
         return Content(about=self._progress.state())
 
     def load(self, saved: Checkpoint) -> None:
-        """The best network of another run stays with that run."""
+        """The best score of another run is not carried over."""
         self._progress.load_state(saved.index.about, same_run=self._same_run)
