@@ -127,6 +127,8 @@ def test_nothing_outside_methods_and_noise_names_a_method() -> None:
                     named.append(f"{module}:{node.lineno}: {node.value!r}")
                 if isinstance(node, ast.Attribute) and node.attr == "sop":
                     named.append(f"{module}:{node.lineno}: .sop")
+            imported = imports_of(module, only_top_level=False)
+            named += [f"{module} imports {other}" for other in imported if other.removeprefix("methods.") in METHODS]
     assert not named
 
 

@@ -26,7 +26,7 @@ from ..noise import SOP
 from ..train.distributed.world import World
 from ..train.engine import make_engine
 from ..train.optim import make_optimizer
-from ..train.saving.saver import pieces_of
+from ..train.saving.saver import fragments_of
 from ..train.saving.sections import Content, EngineSection
 from ..train.settings import EngineSettings, OptimSettings
 from .timing import synchronize, take_turns
@@ -93,7 +93,7 @@ class _Saves:
         before = self._prepare()
         done: list[float] = []
         start = time.perf_counter()
-        saving = start_save(self._pieces(), self._writer(), self.group, self.staging)
+        saving = start_save(self._fragments(), self._writer(), self.group, self.staging)
         blocked = time.perf_counter() - start
         saving.add_done_callback(lambda _: done.append(time.perf_counter()))
         during = []
@@ -106,7 +106,7 @@ class _Saves:
     def synchronous(self) -> SaveTime:
         before = self._prepare()
         start = time.perf_counter()
-        save_fragments(self._pieces(), self._writer(), self.group)
+        save_fragments(self._fragments(), self._writer(), self.group)
         seconds = time.perf_counter() - start
         return SaveTime(seconds, seconds, before, 0.0)
 
@@ -139,11 +139,11 @@ class _Saves:
         synchronize(self.world.device)
         return time.perf_counter() - start
 
-    def _pieces(self) -> dict[str, Any]:
+    def _fragments(self) -> dict[str, Any]:
         rank, ranks = self.world.rank, self.world.size
         columns = self.sop.table.state_dict().items()
         rows = Content(own={names.table("noise", rank, name): Fragment.full(column) for name, column in columns})
-        return pieces_of([EngineSection(self.engine, self.world).save(), rows], rank, ranks)
+        return fragments_of([EngineSection(self.engine, self.world).save(), rows], rank, ranks)
 
     def _writer(self) -> CheckpointWriter:
         about = {"step": 1, "ranks": self.world.size, "best": 0.0, "engine": "ddp", "fingerprint": {}, "config": {}}

@@ -77,6 +77,12 @@ def without_padding(batch: NDArray[np.integer]) -> Indices:
     return np.where(batch == NO_SAMPLE, np.resize(real, len(batch)), batch).astype(np.int64)
 
 
+def parts_of_ranks(batch: NDArray[np.integer], world_size: int) -> list[Indices]:
+    """The samples that each rank reads of a global batch, with padding replaced as in `without_padding`."""
+    samples = without_padding(batch)
+    return [samples[rank_columns(len(batch), rank, world_size)] for rank in range(world_size)]
+
+
 def training_plan(
     firsts: Indices,
     seed: int,

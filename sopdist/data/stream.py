@@ -124,7 +124,7 @@ class Stream:
 
     @property
     def steps(self) -> int:
-        """Number of batches per epoch. It is the same for all epochs and ranks."""
+        """Number of batches of an epoch without `subset`. It is the same for all epochs and ranks."""
         samples = len(self.split)
         if self._train and self.settings.balanced_per_epoch:
             classes = len(self.split.manifest.classes)
@@ -132,24 +132,24 @@ class Stream:
             samples = int(np.minimum(counts, self.settings.balanced_per_epoch // classes).sum())
         return -(-samples // self._global_batch)
 
-    def plan(self, epoch: int) -> Plan:
-        """The global batches of an epoch, over all ranks."""
+    def plan(self, epoch: int, subset: Indices | None = None) -> Plan:
+        """The global batches of an epoch, over all ranks; with `subset` (ascending), only these samples."""
         if not self._train:
             return evaluation_plan(len(self.split), self._global_batch)
-        subset = None
         if self.settings.balanced_per_epoch:
             classes = len(self.split.manifest.classes)
-            subset = balanced_subset(self.labels.labels, classes, self.settings.balanced_per_epoch, self._seed, epoch)
+            drawn = balanced_subset(self.labels.labels, classes, self.settings.balanced_per_epoch, self._seed, epoch)
+            subset = drawn if subset is None else np.intersect1d(drawn, subset, assume_unique=True)
         return training_plan(
             self.split.manifest.firsts, self._seed, epoch, self._global_batch,
             subset=subset, lanes=self.settings.lanes, block=self.settings.block,
         )  # fmt: skip
 
-    def epoch(self, epoch: int = 0, start: int = 0) -> Iterator[Batch]:
+    def epoch(self, epoch: int = 0, start: int = 0, subset: Indices | None = None) -> Iterator[Batch]:
         """Iterate over the batches of an epoch from step `start` on. Starting another epoch abandons this one."""
         if self._closed:
             raise DataError(f"{self.split.store.root}: the stream is closed; open a new one")
-        plan = self.plan(epoch)
+        plan = self.plan(epoch, subset)
         if not 0 <= start <= plan.steps:
             raise DataError(f"epoch {epoch} has {plan.steps} steps; it cannot start at step {start}")
         self.split.store.expect(self._upcoming_shards(plan.batches[start:]))

@@ -35,8 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, default=Path("demo"), metavar="FOLDER", help=out)
     figure = "also draw accuracy and memorised labels over the epochs, e.g. demo.png or demo.svg"
     parser.add_argument("--figure", type=_figure_path, metavar="FILE", help=figure)
-    launcher = "start the ranks with deepspeed and its engine, or with torchrun and DDP (%(default)s)"
-    parser.add_argument("--launcher", choices=("deepspeed", "torchrun"), default="deepspeed", help=launcher)
+    launcher = "start the ranks with deepspeed and its engine (the default if it is installed), or torchrun and DDP"
+    parser.add_argument("--launcher", choices=("deepspeed", "torchrun"), help=launcher)
 
 
 def _figure_path(text: str) -> Path:
@@ -48,9 +48,10 @@ def _figure_path(text: str) -> Path:
 
 def run(args: argparse.Namespace) -> int:
     """Prepare the data, train twice, compare the runs."""
-    from .prepare import check_installed, open_folder, prepare_data
+    from .prepare import check_installed, default_launcher, open_folder, prepare_data
 
-    check_installed(args.launcher)
+    launcher = args.launcher or default_launcher()
+    check_installed(launcher)
     # These import packages that check_installed looks for.
     from .launch import Launch, ranks_and_device
     from .results import draw_suspects, format_comparison, read_run
@@ -64,8 +65,8 @@ def run(args: argparse.Namespace) -> int:
     _print(f"   {images}; {data.wrong:.1%} of the training labels are wrong\n")
     for number, (method, name) in enumerate(METHODS.items(), 2):
         where = f"{ranks} ranks on {device}s" if ranks > 1 else f"one rank on a {device}"
-        _print(f"{number}. Training with {name} for {args.epochs} epochs: {args.launcher}, {where}")
-        Launch(args.launcher, ranks, device, method, folder, data.labels, args.epochs, args.seed).run()
+        _print(f"{number}. Training with {name} for {args.epochs} epochs: {launcher}, {where}")
+        Launch(launcher, ranks, device, method, folder, data.labels, args.epochs, args.seed).run()
         _print("")
     _print(format_comparison(*(read_run(folder / "runs" / method) for method in METHODS)))
     _print(draw_suspects(folder / "runs" / "sop", SUSPECTS))

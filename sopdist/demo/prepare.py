@@ -25,16 +25,24 @@ MARKER = ".gitignore"  # hides the folder from git and identifies it as a demo f
 _MARKER_TEXT = "# Made by `sopdist demo`, which replaces its runs in here.\n*\n"
 
 
+def default_launcher() -> str:
+    """DeepSpeed, if it is installed."""
+    return "torchrun" if _missing(REQUIRED_BY_LAUNCHER["deepspeed"]) else "deepspeed"
+
+
 def check_installed(launcher: str) -> None:
     """Raise DataError, with install instructions, if a package that the demo needs is missing."""
-    packages = (*REQUIRED, *REQUIRED_BY_LAUNCHER[launcher])
-    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    missing = _missing((*REQUIRED, *REQUIRED_BY_LAUNCHER[launcher]))
     if missing:
         other = "; --launcher torchrun does not need DeepSpeed" if launcher == "deepspeed" else ""
         raise DataError(
             f"the demo with {launcher} needs {', '.join(missing)}: `make env` installs everything in the right order; "
-            f"or, after torch, setuptools and ninja: pip install --no-build-isolation 'sopdist[demo,data,train]'{other}"
+            f"or, after torch, setuptools and ninja: pip install --no-build-isolation 'sopdist[data,train]'{other}"
         )
+
+
+def _missing(packages: Sequence[str]) -> list[str]:
+    return [name for name in packages if importlib.util.find_spec(name) is None]
 
 
 def open_folder(out: Path, runs: Sequence[str]) -> Path:

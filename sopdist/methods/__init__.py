@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from .ce import CrossEntropy
 from .gce import GCE
-from .method import Cost, Method, MethodSettings, Outlook, Readout, Setup, StepOutput, TableCost
+from .method import Cost, Method, MethodSettings, Outlook, PerSample, Predictions, Readout, Setup, StepOutput, TableCost
 from .sl import SL
 from .sop import SOPMethod
 
 __all__ = [
-    "DEFAULT", "METHODS", "Cost", "Method", "MethodSettings", "Outlook", "Readout", "Setup", "StepOutput", "TableCost",
-    "make_method", "settings_of_methods",
+    "DEFAULT", "METHODS", "Cost", "Method", "MethodSettings", "Outlook", "PerSample", "Predictions", "Readout", "Setup",
+    "StepOutput", "TableCost", "make_method", "settings_of_methods",
 ]  # fmt: skip
 
 METHODS: dict[str, type[Method]] = {

@@ -32,6 +32,11 @@ from ..data.batch import Batch
 from ..sample_table import ExchangeStats, SampleTable
 
 Forward = Callable[..., Tensor]  # the network on all ranks: logits in float32, from one or more batches of images
+PerSample = Callable[[Tensor, Tensor], Tensor]  # from predictions (B, K) and labels (B,) to values (B,) or (B, ...)
+
+# Evaluates the network on every training sample once, as an evaluation does, and returns what `PerSample` makes of each
+# sample: (N,) or (N, ...) in float32, the same on every rank; NaN for samples without a readable image. Collective.
+Predictions = Callable[[PerSample], Tensor]
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,8 @@ class Setup:
 
     samples: int  # in the training split; every index is less than this
     classes: int
+    epochs: int
+    labels: NDArray[np.integer[Any]]  # (samples,) as given; -1 where unknown
     seed: int
     device: torch.device
     group: dist.ProcessGroup | None  # used only for its tables; None if there is one rank
@@ -142,6 +149,10 @@ class Method(ABC):
         """The module that is trained and saved; `make` creates one backbone. Pairs and averages are its children."""
         return make()
 
+    def backbone_weights(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Of all weights of `build_network`, those of the one backbone that an export writes, by its own names."""
+        return weights
+
     def predict(self, forward: Forward, images: Tensor) -> Tensor:
         """Logits (B, K) for evaluation."""
         return forward(images)
@@ -161,10 +172,17 @@ class Method(ABC):
     # -- a run ---------------------------------------------------------------------------------------------------------
 
     def start(self, setup: Setup) -> None:
-        """Create tables and other state. ValueError if the settings do not fit the data. Collective."""
+        """Create tables and other state. ConfigError if the settings do not fit the data. Collective."""
 
-    def begin_epoch(self, epoch: int) -> None:
-        """Called before the first step of an epoch, including one that is resumed in the middle. Collective."""
+    def between_epochs(self, epoch: int, predictions: Predictions) -> None:
+        """Before the first step of an epoch, and not again when it is resumed in the middle. Collective.
+
+        Schedules, mixture models, choices of samples: whatever the epoch needs belongs into `state_dict` or a table.
+        """
+
+    def subset(self, epoch: int) -> NDArray[np.int64] | None:
+        """The samples of this epoch, ascending; None: all. A function of saved state: also asked after a resume."""
+        return None
 
     def prefetch(self, batch: NDArray[np.integer[Any]]) -> None:
         """Start sending what the samples of the next step need; `batch` has those of all ranks."""

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..data.augment.policy import Policy
 from ..data.batch import Batch
-from ..data.plan import rank_columns, without_padding
+from ..data.plan import parts_of_ranks
 from ..errors import ConfigError
 from ..noise import SOP
 from ..noise.kernels.facts import FACT_WIRE_BYTES
@@ -140,8 +140,7 @@ class SOPMethod(Method):
     def prefetch(self, batch: NDArray[np.integer[Any]]) -> None:
         """Start sending the rows of the noise table that this batch needs."""
         if self._ranks > 1 and self.settings.ahead:
-            samples = without_padding(batch)
-            self.sop.prefetch([samples[rank_columns(len(batch), rank, self._ranks)] for rank in range(self._ranks)])
+            self.sop.prefetch(parts_of_ranks(batch, self._ranks))
 
     def set_lr(self, lr: float) -> None:
         """The variant `paper` moves u and v in proportion to the learning rate."""

@@ -176,7 +176,7 @@ class NoiseTable(SampleTable):
 
     def load_rows(self, columns: Mapping[str, Tensor]) -> int:
         """Load saved rows of either layout. Return the number of entries that did not fit into the slots."""
-        super().load_rows(columns)
+        self.load_state_dict(dict(columns))  # `saved_table` checks them, and converts
         if self.evictions is None:
             return 0
         before = int(columns["evictions"].sum()) if "evictions" in columns else 0

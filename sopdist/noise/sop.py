@@ -103,12 +103,13 @@ class SOP(Readout, nn.Module):
     ) -> None:
         super().__init__()
         rank, ranks = _rank_and_ranks(process_group)
-        if process_group is not None and ranks > 1:
-            terms = {"consistency": consistency, "balance": balance, "eps": eps, "reduction": reduction}
-            table = {"num_samples": num_samples, "num_classes": num_classes, "layout": layout, "slots": slots}
-            check_same_on_all_ranks(process_group, "SOP", {**table, "seed": seed, "variant": variant, **terms}, device)
         given = {"visits": visits, "alpha_u": alpha_u, "alpha_v": alpha_v, "tau": tau}
         given |= {"lr_u": lr_u, "lr_v": lr_v, "batch_size": batch_size}
+        if process_group is not None and ranks > 1:
+            table = {"num_samples": num_samples, "num_classes": num_classes, "layout": layout, "slots": slots}
+            terms = {"consistency": consistency, "balance": balance, "eps": eps, "reduction": reduction}
+            more = {"seed": seed, "variant": variant, "prior": None if prior is None else prior.tolist()}
+            check_same_on_all_ranks(process_group, "SOP", {**table, **given, **terms, **more})
         self.rates = make_rates(variant, {name: value for name, value in given.items() if value is not None})
         self.table = NoiseTable(
             num_samples, num_classes, layout=layout, slots=slots, seed=seed, first=rank, stride=ranks, device=device

@@ -11,15 +11,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-def check_same_on_all_ranks(
-    group: dist.ProcessGroup, what: str, arguments: Mapping[str, Any], device: torch.device | str | None
-) -> None:
+def check_same_on_all_ranks(group: dist.ProcessGroup, what: str, arguments: Mapping[str, Any]) -> None:
     """Compare the arguments with which every rank builds `what`. Collective; ValueError on every rank if any differ.
 
     For example, rank 0 with {"num_classes": 10} and rank 1 with {"num_classes": 12}: both raise "SOP must be built with
     the same arguments on every rank: num_classes is 10 on rank 0 and 12 on rank 1".
     """
-    everyone = _gather(json.dumps(arguments, sort_keys=True, default=str), group, device)
+    everyone = _gather(json.dumps(arguments, sort_keys=True, default=str), group)
     first = json.loads(everyone[0])
     for rank, text in enumerate(everyone[1:], 1):
         other = json.loads(text)
@@ -29,8 +27,9 @@ def check_same_on_all_ranks(
                 raise ValueError(f"{what} must be built with the same arguments on every rank: {values}")
 
 
-def _gather(text: str, group: dist.ProcessGroup, device: torch.device | str | None) -> list[str]:
+def _gather(text: str, group: dist.ProcessGroup) -> list[str]:
     """The text of every rank, in the order of ranks."""
+    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"  # NCCL moves nothing else
     content = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
     lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))]
     dist.all_gather(lengths, torch.tensor([len(content)], device=device), group=group)

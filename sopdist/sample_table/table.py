@@ -59,7 +59,13 @@ class SampleTable(nn.Module):
         return rows.to(torch.int64) * self.stride + self.first
 
     def load_rows(self, columns: Mapping[str, Tensor]) -> int:
-        """Load the state dict of this shard of the table; returns how many entries did not fit."""
+        """Load the state dict of this shard of the table; returns how many entries did not fit.
+
+        ValueError if the rows belong to another table, or to another shard of it.
+        """
+        for name, there, here in zip(META, columns["meta"].tolist(), self.meta.tolist(), strict=False):
+            if there != here:
+                raise ValueError(f"the rows belong to another table: {name} is {there} there and {here} here")
         self.load_state_dict(dict(columns))
         return 0
 

@@ -107,15 +107,17 @@ def read_config(path: Path, overrides: Sequence[str] = (), note: Note = _logger.
     def upgraded(tree: dict[Any, Any]) -> dict[Any, Any]:
         if _OLD in tree:
             note(f"{path}: the section `{_OLD}:` is called `{_NEW}:` now; please rename it")
-        return upgrade(tree)
+        names = [override.partition("=")[2] for override in current if override.startswith(f"{_NEW}.name=")]
+        return upgrade(tree, names)
 
     return config.load_config(Config, path, current, upgraded)
 
 
-def upgrade(tree: dict[Any, Any]) -> dict[Any, Any]:
+def upgrade(tree: dict[Any, Any], names: Sequence[str] = ()) -> dict[Any, Any]:
     """The tree of a config with current names: `objective`, the old name of the section, becomes `method`.
 
-    Keys of another method, which the old section accepted and ignored, are dropped.
+    Keys of another method, which the old section accepted and ignored, are dropped. `names`: what overrides set
+    `method.name` to, of which the last one counts.
     """
     if _OLD not in tree:
         return tree
@@ -124,7 +126,7 @@ def upgrade(tree: dict[Any, Any]) -> dict[Any, Any]:
     section = tree[_OLD]
     if isinstance(section, dict):
         keys = {name: config.keys_of(kind) for name, kind in settings_of_methods().items()}
-        own = keys.get(section.get("name", DEFAULT), set())
+        own = keys.get(names[-1] if names else section.get("name", DEFAULT), set())
         foreign = set().union(*keys.values()) - own
         section = {key: value for key, value in section.items() if key not in foreign}
     return {_NEW if key == _OLD else key: section if key == _OLD else value for key, value in tree.items()}

@@ -45,19 +45,24 @@ def train(session: Session, progress: Progress, reporter: Reporter, saver: Saver
     for epoch in range(progress.step // steps, config.train.epochs):
         if progress.step >= total_steps:
             break
-        plan = stream.plan(epoch)
-        start, stop = progress.step - epoch * steps, min(steps, total_steps - epoch * steps)
         signals, save = Signals(0, 0, 0, 0), False
         engine.train()
-        method.begin_epoch(epoch)
+        first = epoch * steps  # every epoch counts as `steps` steps, also one over a subset, which has fewer
+        start = progress.step - first
+        if start == 0:
+            method.between_epochs(epoch, session.predictions)
+        subset = method.subset(epoch)
+        plan = stream.plan(epoch, subset)
+        stop = min(plan.steps, total_steps - first)
         method.prefetch(plan.batches[start])  # (steps, batch): every rank knows the samples of all ranks
-        batches = reporter.clock.timed("data", stream.epoch(epoch, start))
+        batches = reporter.clock.timed("data", stream.epoch(epoch, start, subset))
         for position, batch in zip(range(start, stop), batches, strict=False):
             torch.manual_seed(dropout_seed(config.run.seed, progress.step, world.rank))
             lr = learning_rate(config.optim, progress.step, steps, total_steps)
             engine.set_lr(lr)
             method.set_lr(lr)
-            reduced = world.start_sum([float(batch.weight.sum()), guard.previous(), *session.requests.now()])
+            mine = Signals(float(batch.weight.sum()), guard.previous(), *session.requests.now())
+            reduced = world.start_sum(mine)
             if position + 1 < stop:
                 method.prefetch(plan.batches[position + 1])
             on_device = batch.to(world.device)
@@ -70,7 +75,7 @@ def train(session: Session, progress: Progress, reporter: Reporter, saver: Saver
             engine.step()
             method.flush()
             guard.check(signals.nonfinite)
-            progress.step += 1
+            progress.step = first + (steps if position + 1 == plan.steps else position + 1)
             reporter.advance()
             if progress.step % config.log.every == 0 or position + 1 == stop:
                 reporter.report_steps(epoch, lr, stream.allowed_bad(plan))

@@ -28,8 +28,10 @@ _MOST_NAMED = 8
 _logger = logging.getLogger("sopdist.train")
 
 
-class NonFiniteError(Exception):
+class NonFiniteError(CollectiveError):
     """The loss was not finite for too many consecutive steps. All ranks raise it at the same step."""
+
+    exit_code = 3
 
 
 @dataclass(frozen=True)

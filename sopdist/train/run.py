@@ -20,7 +20,6 @@ from .distributed.run_ranks import BAD_CONFIG, FAILED, OK, PREEMPTED, lost_conta
 from .distributed.stop_requests import PreemptedError, Requests, listen_for_requests
 from .distributed.world import CollectiveError, World
 from .forecast import check_ranks
-from .nonfinite import NonFiniteError
 from .saving.fingerprint import check_allowed
 
 if TYPE_CHECKING:
@@ -81,7 +80,7 @@ def _train(config: Config, world: World, *, requests: Requests, resume: str, all
             saver.wait()
             reporter.stop(saver.saved_step)
             return PREEMPTED
-        except (CollectiveError, NonFiniteError):  # every rank raises it: none must leave while a save is in progress
+        except CollectiveError:  # every rank raises it: none must leave while a save is in progress
             saver.wait()
             raise
         return OK if reporter.finish() else FAILED

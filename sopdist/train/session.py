@@ -26,6 +26,7 @@ from .distributed.world import World
 from .engine import Engine, make_engine
 from .evaluate import close_all, open_evaluations
 from .optim import make_optimizer
+from .predictions import TrainingPredictions
 from .record.run_folder import find_run, lock_run
 from .saving.fingerprint import fingerprint_of
 from .settings import LogSettings
@@ -55,6 +56,7 @@ class Session:
     evaluations: dict[str, Stream]
     engine: Engine
     method: Method
+    predictions: TrainingPredictions
     clean_labels: Tensor | None  # (N,) on the device, -1 where unknown, if the split has them
     requests: Requests
     fingerprint: dict[str, Any]  # what must not change on resume
@@ -84,6 +86,7 @@ class Session:
     def close(self) -> None:
         """Stop all threads and close all files; sends nothing to other ranks."""
         self.stream.close()
+        self.predictions.close()
         close_all(self.evaluations)
         self.lock.close()
 
@@ -110,11 +113,14 @@ def open_session(config: Config, world: World, requests: Requests, lock: RunLock
         # The engine and the method communicate with other ranks themselves, so they must not run in `on_all_ranks`,
         # which would leave the others waiting if one failed. They fail in the same way on every rank.
         engine = _make_engine(config, world, network)
-        method.start(Setup(len(stream.split), len(classes), config.run.seed, world.device, world.new_group()))
+        labels, epochs = stream.labels.labels, config.train.epochs
+        group, seed = world.new_group(), config.run.seed
+        method.start(Setup(len(stream.split), len(classes), epochs, labels, seed, world.device, group))
+        predictions = TrainingPredictions(data, batch, engine, method, world)
         clean = world.on_all_ranks(lambda: _clean_labels(stream, config.log.clean, world.device))
         opened.pop_all()
     fingerprint = fingerprint_of(config, stream, method)
-    return Session(config, world, lock, stream, evaluations, engine, method, clean, requests, fingerprint)
+    return Session(config, world, lock, stream, evaluations, engine, method, predictions, clean, requests, fingerprint)
 
 
 def _open_stream(config: Config, data: DataSettings, world: World, method: Method) -> Stream:

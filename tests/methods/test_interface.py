@@ -7,20 +7,25 @@ from __future__ import annotations
 
 import csv
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor, nn
 
-from sopdist.checkpoint import complete_checkpoints, open_checkpoint
+from sopdist.checkpoint import Checkpoint, complete_checkpoints, open_checkpoint
 from sopdist.checkpoint.tensor_file import read_tensors
 from sopdist.cli import main
+from sopdist.data.batch import Batch
 from sopdist.methods import METHODS
+from sopdist.methods.method import Forward, StepOutput
+from sopdist.models.exported import load_exported
 from sopdist.train.record.metrics_file import read_lines
 from sopdist.train.run import run_config
 from tests.support.grey_images import write_images
 from tests.support.launching import launch
-from tests.support.pair_method import PairMethod
+from tests.support.pair_method import LEFT_OUT, PairMethod
 
 CONFIG = """
 data: {root: shards, split: train, recipe: digits, labels: wrong, backend: cpu, threads: 1}
@@ -58,6 +63,16 @@ def assert_same_end(one: Path, other: Path) -> None:
         assert torch.equal(a.read(name), b.read(name)), name
 
 
+def assert_visits(saved: Checkpoint) -> None:
+    """All samples in the first epoch, then only those that the method kept."""
+    visits, kept = saved.table("mean")["visits"], saved.read("method/kept")
+    left_out = SAMPLES // LEFT_OUT
+    assert int(kept.sum()) == SAMPLES - left_out
+    assert set(visits.tolist()) <= {1, 2, 3}
+    assert int(visits.sum()) == 3 * SAMPLES - 2 * left_out
+    assert set(visits[kept == 1].tolist()) <= {2, 3}, "visited in the last epoch"
+
+
 def test_a_pair_of_networks_with_its_own_table_trains_saves_and_resumes_exactly(workspace: Path) -> None:
     assert run_config("pair.yaml", ["run.name=whole"]) == 0
     whole = workspace / "runs" / "whole"
@@ -68,8 +83,8 @@ def test_a_pair_of_networks_with_its_own_table_trains_saves_and_resumes_exactly(
     assert_same_end(whole, cut)
     saved = open_checkpoint(complete_checkpoints(whole)[-1])
     assert saved.table_names == ["mean"]
-    assert saved.table("mean")["visits"].tolist() == [3] * SAMPLES
-    assert saved.read("method/epochs").tolist() == [3]
+    assert_visits(saved)
+    assert saved.read("method/mean_loss").item() > 0
     network = read_tensors(whole / "network-last.safetensors")
     assert {name.split(".")[0] for name in network} == {"first", "second"}
     lines = list(read_lines(whole / "metrics.jsonl"))
@@ -95,6 +110,12 @@ def test_commands_work_for_a_method_that_they_do_not_know(workspace: Path, capsy
     assert plan["exchange"]["row_bytes"] == plan["exchange"]["fact_bytes"] == 8 * 7 + 2
     assert main(["checkpoint", "verify", "runs/whole"]) == 0
     assert main(["checkpoint", "show", "runs/whole"]) == 0
+    assert main(["checkpoint", "export", "runs/whole", "--what", "network", "--out", "exported"]) == 0
+    weights = read_tensors(workspace / "runs" / "whole" / "network-last.safetensors")
+    first = {name.removeprefix("first."): value for name, value in weights.items() if name.startswith("first.")}
+    exported = load_exported("exported").state_dict()
+    assert exported.keys() == first.keys()
+    assert all(torch.equal(exported[name], value) for name, value in first.items())
     assert main(["checkpoint", "reshard", "runs/whole", "--ranks", "3", "--out", "three"]) == 0
     saved = open_checkpoint(complete_checkpoints(workspace / "runs" / "whole")[-1])
     for name, column in saved.table("mean").items():
@@ -112,6 +133,26 @@ def test_a_setting_in_the_fingerprint_of_a_method_cannot_change_on_resume(capsys
     assert run_config("pair.yaml", ["run.name=other", "method.name=ce"]) == 2, "agreement belongs to pair"
 
 
+@pytest.mark.usefixtures("workspace")
+def test_a_run_that_continues_with_another_method_starts_without_the_state_of_the_first(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Single(PairMethod):
+        def build_network(self, make: Callable[[], nn.Module]) -> nn.Module:
+            return make()
+
+        def step(self, forward: Forward, batch: Batch) -> StepOutput:
+            return super().step(lambda images: forward(images).expand(2, -1, -1), batch)
+
+        def predict(self, forward: Forward, images: Tensor) -> Tensor:
+            return forward(images)
+
+    monkeypatch.setitem(METHODS, "pair", Single)
+    assert run_config("pair.yaml", ["run.name=first", "method={name: ce}", "train.max_steps=9"]) == 0
+    change = ["method.name"]
+    assert run_config("pair.yaml", ["run.name=first"], resume="auto", allow_change=change) == 0, capsys.readouterr().err
+
+
 @pytest.mark.long
 def test_it_resumes_exactly_on_two_ranks(workspace: Path) -> None:
     """Every sample is visited once per epoch, and a resumed run ends as the one that was never stopped."""
@@ -125,7 +166,7 @@ def test_it_resumes_exactly_on_two_ranks(workspace: Path) -> None:
     train("run.name=many")
     many = workspace / "runs" / "many"
     saved = open_checkpoint(complete_checkpoints(many)[-1])
-    assert saved.table("mean")["visits"].tolist() == [3] * SAMPLES
+    assert_visits(saved)
     train("run.name=cut", "train.max_steps=10")
     train("run.name=cut", "--resume")
     assert losses(workspace / "runs" / "cut") == losses(many)

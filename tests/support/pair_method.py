@@ -1,7 +1,8 @@
 """A method that is unlike the built-in ones, to show what the interface can carry, and a program that trains with it.
 
 Two networks in one module, whose predictions are averaged; a K-float running mean of the prediction per sample, whose
-rows travel both ways; a counter of epochs as replicated state; its own readout.
+rows travel both ways; between epochs, predictions on the training split, by which the samples of the next epoch are
+chosen, and a weight that depends on all epochs before; its own readout.
 
     python -m tests.support.pair_method CONFIG [key=value ...]       under any launcher
 """
@@ -21,11 +22,23 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from sopdist.data.batch import Batch
-from sopdist.data.plan import rank_columns, without_padding
+from sopdist.data.plan import parts_of_ranks
 from sopdist.methods import METHODS
-from sopdist.methods.method import Cost, Forward, Method, MethodSettings, Readout, Setup, StepOutput, TableCost
+from sopdist.methods.method import (
+    Cost,
+    Forward,
+    Method,
+    MethodSettings,
+    Predictions,
+    Readout,
+    Setup,
+    StepOutput,
+    TableCost,
+)
 from sopdist.sample_table import Exchange, ExchangeStats, SampleTable
 from tests.support.mean_table import MeanTable, visit
+
+LEFT_OUT = 5  # every fifth sample
 
 
 @dataclass(frozen=True)
@@ -58,6 +71,10 @@ class PairMethod(Method):
         """Two backbones in one module."""
         return Pair(make(), make())
 
+    def backbone_weights(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """The first network."""
+        return {name.removeprefix("first."): value for name, value in weights.items() if name.startswith("first.")}
+
     def predict(self, forward: Forward, images: Tensor) -> Tensor:
         """The mean of both."""
         return forward(images).softmax(2).mean(0).log()
@@ -73,18 +90,24 @@ class PairMethod(Method):
         rank = 0 if setup.group is None else dist.get_rank(setup.group)
         self.table = MeanTable(setup.samples, setup.classes, first=rank, stride=setup.ranks)
         self.exchange = None if setup.group is None else Exchange(setup.group, self.table)
-        self.epochs = torch.zeros(1, dtype=torch.int64)
+        self.mean_loss = torch.zeros(1)  # over the epochs so far, forgetting
+        self.kept = torch.ones(setup.samples, dtype=torch.uint8)
 
-    def begin_epoch(self, epoch: int) -> None:
-        """Count it."""
-        self.epochs.fill_(epoch + 1)
+    def between_epochs(self, epoch: int, predictions: Predictions) -> None:
+        """From the second epoch on, leave out the fifth of the samples with the largest loss."""
+        if epoch:
+            losses = predictions(lambda logits, labels: F.cross_entropy(logits, labels, reduction="none")).cpu()
+            self.mean_loss.mul_(0.5).add_(0.5 * losses.mean())
+            self.kept.fill_(1)[losses.sort(stable=True).indices[-(len(losses) // LEFT_OUT) :]] = 0
+
+    def subset(self, epoch: int) -> NDArray[np.int64] | None:
+        """The samples that are kept."""
+        return self.kept.nonzero()[:, 0].numpy() if epoch else None
 
     def prefetch(self, batch: NDArray[np.integer[Any]]) -> None:
         """Send rows ahead."""
         if self.exchange is not None:
-            samples = without_padding(batch)
-            columns = [rank_columns(len(batch), rank, self._ranks) for rank in range(self._ranks)]
-            self.exchange.prefetch([samples[part] for part in columns])
+            self.exchange.prefetch(parts_of_ranks(batch, self._ranks))
 
     def step(self, forward: Forward, batch: Batch) -> StepOutput:
         """Both losses and the agreement; the samples' means are updated."""
@@ -95,7 +118,8 @@ class PairMethod(Method):
         target = rows[0][batch.index if self.exchange is None else slice(len(batch))].float()
         visit(self.table, self.exchange, batch.index, mean_prediction.detach().double())
         losses = sum(F.cross_entropy(view, batch.labels, reduction="none") for view in logits)
-        losses = losses + self.settings.agreement * (mean_prediction - target).square().sum(1)
+        agreement = self.settings.agreement * (1 + float(self.mean_loss))
+        losses = losses + agreement * (mean_prediction - target).square().sum(1)
         return StepOutput((losses * batch.weight).sum(), logits.mean(0), finite)
 
     def flush(self) -> None:
@@ -113,12 +137,13 @@ class PairMethod(Method):
         return {"mean": self.table}
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The counter."""
-        return {"epochs": self.epochs}
+        """The mean loss, and the samples of the epoch."""
+        return {"mean_loss": self.mean_loss, "kept": self.kept}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """The counter."""
-        self.epochs.copy_(state["epochs"])
+        """The mean loss, and the samples of the epoch."""
+        self.mean_loss.copy_(state["mean_loss"])
+        self.kept.copy_(state["kept"])
 
     def fingerprint(self) -> dict[str, Any]:
         """A weight that must not change."""

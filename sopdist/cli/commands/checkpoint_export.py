@@ -33,8 +33,10 @@ from ...export.noise_table import NAME as NOISE_FILE
 from ...export.noise_table import TOP, write_noise
 from ...export.onnx import write_onnx
 from ...export.training_split import TrainingSplit, find_training_split
+from ...methods import DEFAULT, METHODS, Method
 from ...models.exported import build_network
 from ...models.settings import ModelSettings
+from ...train.config import upgrade
 from ..arguments import integer, local_folder
 from ..output import cannot_write
 from ..units import format_bytes
@@ -125,7 +127,7 @@ def _write(
         exported = describe(settings, find_recipe(data.recipe), classes, split.label_names)
         exported = replace(exported, step=saved.step, epoch=saved.epoch)
         try:
-            network = build_network(exported, saved.network())
+            network = build_network(exported, dict(_method_of(tree).backbone_weights(saved.network())))
         except ConfigError as error:
             raise DataError(f"{saved.folder}: {error}") from None
         if "network" in args.what:
@@ -144,6 +146,15 @@ def _write(
         write_noise(path, saved.table("noise"), split.labels, top=args.top, about=about)
         written.append(path)
     return written
+
+
+def _method_of(tree: dict[str, Any]) -> Method:
+    """The method of the run."""
+    section = upgrade(tree).get("method") or {}
+    kind = METHODS.get(section.get("name", DEFAULT)) if isinstance(section, dict) else None
+    if kind is None:
+        raise ConfigError(f"its config has a method that is unknown here: {section!r}")
+    return kind(build(kind.Settings, section, "method."))
 
 
 def _check_out(out: Path, *, force: bool) -> None:

@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.intermixed = True  # type: ignore[attr-defined]
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="override config keys, e.g. train.batch=256")
     parser.add_argument("--cfg", required=True, metavar="NAME_OR_PATH", help="config: a path, or a name in configs/")
-    parser.add_argument("--world-size", required=True, type=integer(1), metavar="W", help="number of ranks")
+    parser.add_argument("--world-size", default=1, type=integer(1), metavar="W", help="number of ranks (%(default)s)")
     parser.add_argument("--samples", type=integer(1), metavar="N", help="training samples, if there are no shards yet")
     parser.add_argument("--classes", type=integer(2), metavar="K", help="classes, if there are no shards yet")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")

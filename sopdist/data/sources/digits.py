@@ -34,7 +34,7 @@ def find_splits(args: argparse.Namespace) -> list[SourceSplit]:
     try:
         from sklearn.datasets import load_digits
     except ImportError:
-        raise DataError("`sopdist prepare digits` needs scikit-learn: pip install 'sopdist[demo]'") from None
+        raise DataError("`sopdist prepare digits` needs scikit-learn: pip install scikit-learn") from None
     values, labels = load_digits(return_X_y=True)
     pixels = np.rint(values.reshape(-1, 8, 8) * 255 / _BRIGHTEST).astype(np.uint8)  # (N, 8, 8)
     labels = labels.astype(np.int64)

@@ -17,7 +17,6 @@ from collections.abc import Callable
 from torch.distributed import DistError
 
 from ...errors import ConfigError, DataError
-from ..nonfinite import NonFiniteError
 from ..settings import EngineSettings
 from . import watchdog
 from .accelerator import reset_accelerator
@@ -25,7 +24,7 @@ from .interrupts import INTERRUPTED, note_interrupts, was_interrupted
 from .launch_env import LaunchEnv
 from .world import CollectiveError, World, open_world
 
-OK, FAILED, BAD_CONFIG, NOT_FINITE, PREEMPTED = 0, 1, 2, 3, 75
+OK, FAILED, BAD_CONFIG, PREEMPTED = 0, 1, 2, 75
 
 # Parts, in lower case, of the messages of gloo, NCCL and torch's store when another process is gone or does not answer.
 _LOST_CONTACT = (
@@ -58,9 +57,6 @@ def _run(env: LaunchEnv, settings: EngineSettings, work: Callable[[World], int])
         code = work(world)
     except CollectiveError as error:
         code = report_error(world.rank, error)
-    except NonFiniteError as error:  # every rank raises it at the same step
-        report_error(world.rank, error)
-        code = NOT_FINITE
     except ConfigError as error:
         code = report_error(world.rank, error)
     except KeyboardInterrupt:
@@ -87,6 +83,8 @@ def report_error(rank: int, error: object) -> int:
     """Print an error that all ranks have, on rank 0 only; returns the exit code for it."""
     if rank == 0:
         print(f"sopdist: {error}", file=sys.stderr, flush=True)
+    if isinstance(error, CollectiveError) and error.exit_code is not None:
+        return error.exit_code
     config = isinstance(error, ConfigError) or (isinstance(error, CollectiveError) and error.config)
     return BAD_CONFIG if config else FAILED
 

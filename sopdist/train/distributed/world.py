@@ -45,6 +45,8 @@ Group = distributed.ProcessGroup
 class CollectiveError(Exception):
     """An error on one rank that every rank raises with the same message; rank 0 prints it."""
 
+    exit_code: int | None = None  # of the process; None: that of a wrong config, or of wrong data or files
+
     def __init__(self, text: str, *, config: bool = False) -> None:
         super().__init__(text)
         self.config = config  # whether the config is wrong, rather than data or files

@@ -8,7 +8,7 @@ order.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from ..record.reporter import Reporter
 from ..record.run_folder import SUMMARY_JSON
 from ..session import Session
 from .fingerprint import allowed_changes, compare, saved_fingerprint
-from .sections import EngineSection, MethodSection, ProgressSection, ReporterSection, Section
+from .sections import sections_of
 
 _logger = logging.getLogger("sopdist.train")
 
@@ -82,13 +82,14 @@ def load_checkpoint(
         return bool(there.get(key) == here[key])
 
     same_run = folder.resolve().parent.parent == session.folder.resolve()
-    sections: Sequence[Section] = (
-        EngineSection(session.engine, world, load_optimizer=unchanged("optim.name")),
-        MethodSection(session.method, world, tables_required=unchanged("method.name")),
-        ReporterSection(reporter, world),
-        ProgressSection(progress, same_run=same_run),
-    )
-    for section in sections:
+    for section in sections_of(
+        session,
+        progress,
+        reporter,
+        load_optimizer=unchanged("optim.name"),
+        same_method=unchanged("method.name"),
+        same_run=same_run,
+    ):
         section.load(saved)
 
 

@@ -33,7 +33,7 @@ from ..progress import Progress
 from ..record.reporter import Reporter
 from ..record.run_folder import shown
 from ..session import Session
-from .sections import Content, EngineSection, MethodSection, ProgressSection, ReporterSection, Section
+from .sections import Content, sections_of
 
 BEST, LAST = "network-best.safetensors", "network-last.safetensors"
 _logger = logging.getLogger("sopdist.train")
@@ -46,12 +46,7 @@ class Saver:
         """Collective."""
         self._session, self._progress, self._reporter = session, progress, reporter
         world = session.world
-        self._sections: Sequence[Section] = (
-            EngineSection(session.engine, world),
-            MethodSection(session.method, world),
-            ReporterSection(reporter, world),
-            ProgressSection(progress),
-        )
+        self._sections = sections_of(session, progress, reporter)
         self._group = world.new_group(for_cpu=True)  # its own: saves continue while training communicates
         self._staging = Staging()
         self._save: Future[Any] | None = None  # in progress
@@ -79,14 +74,14 @@ class Saver:
                 before=lambda: None if run_log is None else run_log.sync(),
                 after=lambda: prune(session.folder, keep, best),
             )  # fmt: skip
-            pieces = pieces_of(contents, world.rank, world.size)
+            fragments = fragments_of(contents, world.rank, world.size)
             session.requests.saved()
             if session.config.checkpoint.async_:
-                self._save = start_save(pieces, writer, self._group, self._staging)
+                self._save = start_save(fragments, writer, self._group, self._staging)
                 return
             self._save = Future()
             try:
-                save_fragments(pieces, writer, self._group)
+                save_fragments(fragments, writer, self._group)
                 self._save.set_result(None)
             except dcp.CheckpointException as error:
                 self._save.set_exception(error)
@@ -150,10 +145,10 @@ class Saver:
         }
 
 
-def pieces_of(contents: Sequence[Content], rank: int, ranks: int) -> dict[str, Fragment]:
+def fragments_of(contents: Sequence[Content], rank: int, ranks: int) -> dict[str, Fragment]:
     """The part of a checkpoint that this rank writes: its share of the replicated state, and all of its own state."""
     replicated = {name: tensor for content in contents for name, tensor in content.replicated.items()}
-    own = {name: piece for content in contents for name, piece in content.own.items()}
+    own = {name: fragment for content in contents for name, fragment in content.own.items()}
     return distribute(replicated, rank, ranks) | own
 
 

@@ -25,6 +25,7 @@ from ..distributed.world import CollectiveError, World
 from ..engine import Engine
 from ..progress import Progress
 from ..record.reporter import Reporter
+from ..session import Session
 
 _logger = logging.getLogger("sopdist.train")
 
@@ -58,8 +59,8 @@ class EngineSection:
         """Under ZeRO, partitioned weights and optimizer state are fragments of this rank."""
         engine, rank = self._engine, self._world.rank
         network, optimizer = engine.own_fragments()
-        own = {names.NETWORK + name: piece for name, piece in network.items()}
-        own |= {names.OPTIMIZER + name: piece for name, piece in optimizer.items()}
+        own = {names.NETWORK + name: fragment for name, fragment in network.items()}
+        own |= {names.OPTIMIZER + name: fragment for name, fragment in optimizer.items()}
         own |= {names.statistics(rank, name): Fragment.full(value) for name, value in engine.statistics().items()}
         replicated = {names.NETWORK + name: value for name, value in engine.replicated_network().items()}
         replicated |= {names.OPTIMIZER + name: value for name, value in engine.replicated_optimizer().items()}
@@ -84,8 +85,9 @@ class EngineSection:
 class MethodSection:
     """The sample tables and the replicated state of the method."""
 
-    def __init__(self, method: Method, world: World, *, tables_required: bool = True) -> None:
-        self._method, self._world, self._tables_required = method, world, tables_required
+    def __init__(self, method: Method, world: World, *, same_method: bool = True) -> None:
+        """`same_method`: the checkpoint is of a run with this method; otherwise, tables that it lacks start empty."""
+        self._method, self._world, self._same_method = method, world, same_method
 
     def save(self) -> Content:
         """This rank's rows of each table."""
@@ -99,8 +101,8 @@ class MethodSection:
     def load(self, saved: Checkpoint) -> None:
         """Rows are resharded for the current number of ranks."""
         world = self._world
-        state = world.on_all_ranks(lambda: saved.section(names.METHOD))
-        self._method.load_state_dict(state)
+        if self._same_method:
+            world.on_all_ranks(lambda: self._load_state(saved))
         dropped = world.sum([world.on_all_ranks(lambda: self._load_tables(saved))])[0]
         if dropped and world.rank == 0:
             _logger.warning(
@@ -108,11 +110,17 @@ class MethodSection:
                 saved.folder, f"{dropped:,.0f}", self._method.dropped_entries_advice,
             )  # fmt: skip
 
+    def _load_state(self, saved: Checkpoint) -> None:
+        try:
+            self._method.load_state_dict(saved.section(names.METHOD))
+        except (KeyError, ValueError, RuntimeError) as error:
+            raise DataError(f"{saved.folder}: the state of the method does not fit: {error}") from None
+
     def _load_tables(self, saved: Checkpoint) -> int:
         """Load this rank's rows of each table; returns how many entries did not fit."""
         dropped = 0
         for name, table in self._method.tables().items():
-            if name not in saved.table_names and not self._tables_required:
+            if name not in saved.table_names and not self._same_method:
                 continue
             try:
                 dropped += table.load_rows(saved.table(name, table.first, table.stride))
@@ -152,3 +160,22 @@ class ProgressSection:
     def load(self, saved: Checkpoint) -> None:
         """The best score of another run is not carried over."""
         self._progress.load_state(saved.index.about, same_run=self._same_run)
+
+
+def sections_of(
+    session: Session,
+    progress: Progress,
+    reporter: Reporter,
+    *,
+    load_optimizer: bool = True,
+    same_method: bool = True,
+    same_run: bool = True,
+) -> tuple[Section, ...]:
+    """All sections of a run. The options say what a checkpoint to be loaded has in common with this run."""
+    world = session.world
+    return (
+        EngineSection(session.engine, world, load_optimizer=load_optimizer),
+        MethodSection(session.method, world, same_method=same_method),
+        ReporterSection(reporter, world),
+        ProgressSection(progress, same_run=same_run),
+    )
