@@ -23,7 +23,7 @@ def test_a_run_killed_at_any_operation_outside_a_save_resumes_exactly(
 @pytest.mark.usefixtures("crash_reference")
 @pytest.mark.parametrize("part", range(5))
 def test_a_run_killed_at_a_random_moment_resumes_exactly(crash_runner: TrialRunner, part: int) -> None:
-    trials = random_moments("moment", 60, longest=0.25)[part::5]
+    trials = random_moments("moment", 60, longest=0.02)[part::5]
     assert crash(crash_runner, trials) >= 7
 
 

@@ -51,7 +51,7 @@ def test_a_disk_that_fills_up_costs_checkpoints_but_not_the_run(digits: Path, tm
     assert (summary["finished"], summary["steps"]) == (True, EPOCHS)
     failed = summary["failed_saves"]
     assert ended.stderr.count("COULD NOT SAVE, the run continues: ") == failed > 0
-    assert f"{RUN}: {failed} SAVES HAVE FAILED" in ended.stderr
+    assert f"{RUN}: {failed} SAVES FAILED" in ended.stderr
     steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines() if "train" in line]
     assert steps == list(range(1, EPOCHS + 1)), "no line is missing"
     assert not list(run.rglob("*.part")) + list(run.rglob("*.partial"))

@@ -76,10 +76,14 @@ def kills(name: str, numbers: Sequence[int], kind: str = KILL, **more: int) -> l
     return [Trial(f"{name}-{number}", kind=kind, at=number, keys=SYNC, **more) for number in numbers]
 
 
-def random_moments(name: str, count: int, longest: float, **more: int) -> list[Trial]:
-    """Killed at a random time after the first step, while saves run in the background."""
+def random_moments(name: str, count: int, longest: float) -> list[Trial]:
+    """Killed at a random time, up to `longest` seconds after a random step, while saves run in the background."""
     draw = random.Random(name)
-    return [Trial(f"{name}-{number}", killed_after=draw.uniform(0.001, longest), **more) for number in range(count)]
+    steps = [draw.randint(1, STEPS - 2) for _ in range(count)]
+    return [
+        Trial(f"{name}-{number}", killed_after=draw.uniform(0.001, longest), after_step=step)
+        for number, step in enumerate(steps)
+    ]
 
 
 def kills_in_background(name: str, count: int, operations: int, **more: int) -> list[Trial]:

@@ -66,7 +66,8 @@ class Trial:
     at: int = 0  # first operation that is affected, counted from 1
     count: int = 1  # number of operations that are affected
     victim: int = 0  # rank that is affected
-    killed_after: float = 0.0  # seconds after its first step at which all ranks are killed; 0: never
+    killed_after: float = 0.0  # seconds after step `after_step` at which all ranks are killed; 0: never
+    after_step: int = 1
     ranks: int = 1
     keys: tuple[str, ...] = ()
     again: int = 0  # operation at which the resumed run is killed; then it is resumed once more
@@ -189,7 +190,11 @@ def _run_ranks(workspace: Path, trial: Trial, log: Path, resume: str) -> list[in
             if rank not in codes and (ended := os.waitpid(pid, os.WNOHANG))[0]:
                 codes[rank] = os.waitstatus_to_exitcode(ended[1])
         now = time.monotonic()
-        if trial.killed_after and kill_at == float("inf") and last_step(workspace / "runs" / trial.name):
+        if (
+            trial.killed_after
+            and kill_at == float("inf")
+            and last_step(workspace / "runs" / trial.name) >= trial.after_step
+        ):
             kill_at = now + trial.killed_after
         if -signal.SIGKILL in codes.values() or now > min(until, kill_at):  # a machine that goes down kills all ranks
             for pid in (pid for rank, pid in enumerate(pids) if rank not in codes):
