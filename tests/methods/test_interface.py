@@ -153,8 +153,56 @@ def test_a_run_that_continues_with_another_method_starts_without_the_state_of_th
     assert run_config("pair.yaml", ["run.name=first"], resume="auto", allow_change=change) == 0, capsys.readouterr().err
 
 
+# -- the rules for every method ----------------------------------------------------------------------------------------
+
+EVERY_METHOD = {name: f"{{name: {name}}}" for name in METHODS}
+EVERY_METHOD |= {
+    "SOP+": "{name: sop, consistency: 0.9, balance: 0.1, visits: 1.5, layout: slots}",
+    "pair": "{name: pair, agreement: 0.25}",
+}
+
+
+@pytest.mark.parametrize("section", EVERY_METHOD.values(), ids=EVERY_METHOD)
+def test_every_method_resumes_exactly(section: str, workspace: Path) -> None:
+    method = f"method={section}"
+    assert run_config("pair.yaml", ["run.name=whole", method]) == 0
+    assert run_config("pair.yaml", ["run.name=cut", method, "train.max_steps=10"]) == 0  # in the second epoch
+    assert run_config("pair.yaml", ["run.name=cut", method], resume="auto") == 0
+    assert losses(workspace / "runs" / "cut") == losses(workspace / "runs" / "whole")
+    assert_same_end(workspace / "runs" / "whole", workspace / "runs" / "cut")
+
+
 @pytest.mark.long
-def test_it_resumes_exactly_on_two_ranks(workspace: Path) -> None:
+@pytest.mark.parametrize("section", EVERY_METHOD.values(), ids=EVERY_METHOD)
+def test_every_method_trains_in_the_same_way_on_any_number_of_ranks(section: str, workspace: Path) -> None:
+    """And resumes on another number: the losses of every step, and the rows of its tables, are those of one rank."""
+    where = [f"data.root={workspace / 'shards'}", f"run.folder={workspace / 'runs'}", f"method={section}"]
+
+    def train(ranks: int, *words: str) -> None:
+        arguments = [str(workspace / "pair.yaml"), *where, *words]
+        ended = launch("torchrun" if ranks > 1 else "python", "tests.support.pair_method", arguments, ranks)
+        assert ended.returncode == 0, ended.stderr[-3000:]
+
+    for ranks in (1, 2, 3):
+        train(ranks, f"run.name=on-{ranks}")
+    train(3, "run.name=cut", "train.max_steps=10")
+    train(2, "run.name=cut", "--resume")
+    one = workspace / "runs" / "on-1"
+    expected = open_checkpoint(complete_checkpoints(one)[-1])
+    for name in ("on-2", "on-3", "cut"):
+        run = workspace / "runs" / name
+        torch.testing.assert_close(losses(run), losses(one), rtol=0, atol=1e-4)
+        found = open_checkpoint(complete_checkpoints(run)[-1])
+        assert found.table_names == expected.table_names
+        for table in found.table_names:
+            rows, wanted = found.table(table), expected.table(table)
+            assert torch.equal(rows["visits"], wanted["visits"]), name
+            for column in wanted.keys() - {"meta", "visits"}:
+                torch.testing.assert_close(rows[column], wanted[column], rtol=1e-3, atol=1e-3, msg=f"{name}: {column}")
+
+
+@pytest.mark.long
+def test_a_pair_resumes_exactly_on_two_ranks(workspace: Path) -> None:
     """Every sample is visited once per epoch, and a resumed run ends as the one that was never stopped."""
     config = str(workspace / "pair.yaml")
     where = [f"data.root={workspace / 'shards'}", f"run.folder={workspace / 'runs'}"]
