@@ -9,16 +9,25 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from sopdist import SOP
 from sopdist.checkpoint import names, open_checkpoint, verify_checkpoint
 from sopdist.checkpoint.resharding import write_for
 from sopdist.models import make_model
 from sopdist.models.settings import ModelSettings
+from sopdist.train.record.metrics_file import read_lines
+from sopdist.train.run import run_config
 from sopdist.train.saving.fingerprint import saved_fingerprint
+from tests.support.grey_images import write_images
 
 OLD = Path(__file__).parent / "format-2"
 SAMPLES, CLASSES = 61, 7
+# Of the 14 steps after it, as the sopdist of that time computed them when it resumed from it on one rank.
+LOSSES = [
+    0.7344861560, 0.4302712811, 0.8480879466, 0.7498386701, 0.6521485647, 0.7855927679, 0.7515974726,
+    0.4468185107, 0.5760391023, 0.5581081178, 0.7148794598, 0.6317521201, 0.4557007684, 0.4358261994,
+]  # fmt: skip
 
 
 def test_it_is_intact_and_says_what_it_is() -> None:
@@ -67,3 +76,12 @@ def test_resharding_writes_it_in_todays_format(ranks: int, tmp_path: Path) -> No
         assert torch.equal(new.table("noise")[name], column), name
     for name, weight in old.network().items():
         assert torch.equal(new.network()[name], weight), name
+
+
+def test_a_run_resumes_from_it_as_it_did_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_images(tmp_path / "shards" / "train", SAMPLES)
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(open_checkpoint(OLD).config))
+    assert run_config("tiny.yaml", ["train.epochs=5"], resume=str(OLD)) == 0
+    found = [line["loss"] for line in read_lines(tmp_path / "runs/tiny/metrics.jsonl") if line["kind"] == "train"]
+    assert found == pytest.approx(LOSSES, abs=1e-4)  # other machines round differently
