@@ -168,8 +168,8 @@ def test_as_many_rows_are_exchanged_as_planned() -> None:
     traffic = forecast.traffic_of(config, make_method(config.method).cost(samples, 1000), ranks)
     assert traffic is not None
     assert travelling / samples == pytest.approx(traffic.travelling, abs=0.02)
-    a_sample = 4 + 8 * (4 + 2) + 20  # u; eight values with their classes in two bytes; facts
-    assert traffic.step_bytes == pytest.approx(batch * 2 / 3 * a_sample)
+    bytes_per_sample = 4 + 8 * (4 + 2) + 20  # u; eight values with their classes in two bytes; facts
+    assert traffic.step_bytes == pytest.approx(batch * 2 / 3 * bytes_per_sample)
     assert traffic.of_dense < 1 / 40, "the target of the exchange"
 
 
@@ -177,11 +177,11 @@ def test_the_last_learning_rate_and_the_milestones_are_given_in_steps(
     config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     overrides = ["optim.schedule=multistep", "optim.milestones=[4, 8]", "optim.lr=1", "optim.warmup_epochs=1"]
-    course = planned(capsys, config, 2, *overrides)["learning_rate"]
-    rates = {rate["step"]: rate["lr"] for rate in course}
+    schedule = planned(capsys, config, 2, *overrides)["learning_rate"]
+    rates = {rate["step"]: rate["lr"] for rate in schedule}
     assert rates == pytest.approx({0: 1 / 3, 3: 1, 12: 0.1, 24: 0.01, 29: 0.01})
-    course = planned(capsys, config, 2, *overrides, "train.max_steps=20")["learning_rate"]
-    assert [rate["step"] for rate in course] == [0, 3, 12, 19], "milestones after the end are omitted"
+    schedule = planned(capsys, config, 2, *overrides, "train.max_steps=20")["learning_rate"]
+    assert [rate["step"] for rate in schedule] == [0, 3, 12, 19], "milestones after the end are omitted"
 
 
 def test_learning_rates_that_cannot_activate_the_table_are_reported(

@@ -1,3 +1,5 @@
+"""CIFAR-10 and CIFAR-100: the Python and the binary version, and the human labels of CIFAR-N."""
+
 from __future__ import annotations
 
 import io

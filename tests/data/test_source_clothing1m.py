@@ -1,3 +1,5 @@
+"""Clothing1M: its lists in several locations, noisy and clean labels, and missing files."""
+
 from __future__ import annotations
 
 import shutil

@@ -1,3 +1,5 @@
+"""ILSVRC 2012 validation images: classes from the development kit, from class folders or from a list."""
+
 from __future__ import annotations
 
 from pathlib import Path

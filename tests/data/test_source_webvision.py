@@ -1,3 +1,5 @@
+"""WebVision 1.0: the mini, Google and full subsets, and missing or invalid lists."""
+
 from __future__ import annotations
 
 from pathlib import Path

@@ -134,8 +134,8 @@ def test_on_another_number_of_ranks_samples_are_the_same_the_table_is_exact_and_
         assert order_of(folder) == order_of(straight)
         assert_loaded_exactly(saved_in(folder, step), saved_in(folder, step + 1), ranks)
     epochs = [order_of(straight)[first : first + EPOCH] for first in range(0, STEPS - EPOCH, EPOCH)]
-    everyone = sorted(set(range(SAMPLES)) - {BROKEN})
-    assert all(sorted(index for step in epoch for index in step) == everyone for epoch in epochs)
+    all_readable = sorted(set(range(SAMPLES)) - {BROKEN})
+    assert all(sorted(index for step in epoch for index in step) == all_readable for epoch in epochs)
     assert epochs[0] != epochs[1]
 
 

@@ -1,3 +1,5 @@
+"""Initial values of the noise table: random numbers from a counter, the same bits on every device."""
+
 from __future__ import annotations
 
 import numpy as np
@@ -68,21 +70,21 @@ def test_no_word_gives_zero_and_the_extremes_stay_within_bounds() -> None:
         assert float((normals * counter.INITIAL_STD).abs().max()) <= counter.INITIAL_MAX
 
 
-def test_an_initial_square_cannot_show_in_a_probability_that_is_not_clipped() -> None:
-    """Why slots may leave unmoved entries out of p - v^2."""
+def test_the_square_of_an_initial_value_never_changes_a_probability_that_is_not_clipped() -> None:
+    """Therefore slots may leave unchanged entries out of p - v^2."""
     smallest = torch.tensor(SMALLEST_EPS)
     below = smallest - torch.nextafter(smallest, torch.tensor(0.0))
     assert float(below) / 4 > counter.INITIAL_MAX**2
 
 
 @given(seeds, st.integers(0, 2**35), st.integers(1, 70))
-def test_a_value_does_not_depend_on_what_it_is_computed_with(seed: int, first: int, classes: int) -> None:
+def test_a_value_does_not_depend_on_the_others_computed_with_it(seed: int, first: int, classes: int) -> None:
     sample = torch.arange(first, first + 5)
     table = counter.fill_initial_v(torch.empty(5, classes), seed, sample)
     again = counter.fill_initial_v(torch.empty(1, classes + 9), seed, sample[3:4])[0, :classes]
-    alone = counter.initial_v(seed, sample[3:4], torch.tensor([classes - 1]))
+    single = counter.initial_v(seed, sample[3:4], torch.tensor([classes - 1]))
     assert torch.equal(table[3], again)
-    assert table[3, -1] == alone[0]
+    assert table[3, -1] == single[0]
 
 
 @triton.jit

@@ -16,7 +16,7 @@ SETTINGS = {
     "paper": {"variant": "paper", "alpha_u": 0.05, "alpha_v": 0.05, "tau": 0.02},
     "official": {"variant": "official", "lr_u": 0.128, "lr_v": 0.128, "batch_size": 128},
 }
-STEP = 1e-3  # what the two settings above come to
+STEP = 1e-3  # the resulting step of `paper` and `official`
 
 
 def random_case(seed: int, batch: int, classes: int, scale: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -67,7 +67,7 @@ def test_gradients_agree_with_autograd(variant: str, seed: int, batch: int, clas
 @pytest.mark.parametrize("variant", SETTINGS)
 @pytest.mark.parametrize("classes", [2, 3, 500])
 @pytest.mark.parametrize("gap", [-60.0, -12.0, 12.0, 60.0])
-def test_gradients_where_the_label_is_hopeless_or_certain(variant: str, classes: int, gap: float) -> None:
+def test_gradients_where_the_label_has_probability_near_0_or_1(variant: str, classes: int, gap: float) -> None:
     """p_y -> 0 (w_y below eps, clipped) and p_y -> 1, with and without noise in the row."""
     z, labels, u, v = random_case(3, 8, classes, 1.0)
     z.scatter_add_(1, labels[:, None], torch.full((8, 1), gap))
@@ -75,7 +75,7 @@ def test_gradients_where_the_label_is_hopeless_or_certain(variant: str, classes:
 
 
 @pytest.mark.parametrize("variant", SETTINGS)
-def test_a_clipped_label_pulls_neither_u_nor_its_own_logit(variant: str) -> None:
+def test_a_clipped_label_changes_neither_u_nor_its_own_logit(variant: str) -> None:
     z = torch.tensor([[10.0, 0.0, -10.0]], requires_grad=True)
     sop = make(variant, torch.full((1,), 1e-8), torch.full((1, 3), 1e-8))
     sop(z, torch.tensor([2]), torch.tensor([0])).sum().backward()
@@ -122,7 +122,7 @@ def test_weights_and_reductions_scale_losses_and_gradients(reduction: str) -> No
     torch.testing.assert_close(logits.grad, expected["logits"] * factor[:, None], rtol=1e-6, atol=1e-7)
 
 
-def test_a_second_backward_through_a_kept_graph_gives_the_same_gradient() -> None:
+def test_a_second_backward_through_a_retained_graph_gives_the_same_gradient() -> None:
     z, labels, _, _ = random_case(2, 4, 6, 1.0)
     z.requires_grad_()
     loss = SOP(4, 6)(z, labels, torch.arange(4))

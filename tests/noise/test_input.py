@@ -1,4 +1,4 @@
-"""Bad input and bad settings get a clear error and change nothing; torch's surroundings change nothing either."""
+"""Bad input and bad settings get a clear error and change nothing; torch's global defaults change nothing either."""
 
 from __future__ import annotations
 
@@ -103,8 +103,8 @@ def test_another_default_type_changes_nothing(
 ) -> None:
     monkeypatch.setenv("SOPDIST_KERNELS", kernels)
     z, labels, index = batch(6, 5, 20)
-    usual = SOP(20, 5, layout=layout, balance=0.1)
-    expected = [float(usual(z, labels, index)) for _ in range(6)]
+    default = SOP(20, 5, layout=layout, balance=0.1)
+    expected = [float(default(z, labels, index)) for _ in range(6)]
     torch.set_default_dtype(dtype)
     try:
         other = SOP(20, 5, layout=layout, balance=0.1)
@@ -112,27 +112,27 @@ def test_another_default_type_changes_nothing(
     finally:
         torch.set_default_dtype(torch.float32)
     assert got == expected
-    assert same(usual.state_dict(), other.state_dict())
+    assert same(default.state_dict(), other.state_dict())
     assert other.prior is not None
     assert other.prior.dtype == torch.float32
 
 
 def test_another_default_device_changes_nothing() -> None:
     z, labels, index = batch(6, 5, 20)
-    sop, usual = SOP(20, 5), SOP(20, 5)
+    sop, default = SOP(20, 5), SOP(20, 5)
     with torch.device("meta"):
         loss = float(sop(z, labels, index))
-    assert loss == float(usual(z, labels, index))
+    assert loss == float(default(z, labels, index))
 
 
-def test_a_table_that_something_else_has_cast_is_refused_before_c_sees_it() -> None:
+def test_a_table_of_the_wrong_dtype_is_refused_before_the_c_kernels_run() -> None:
     sop = SOP(20, 5)
     sop.table.v = sop.table.v.bfloat16()
     with pytest.raises(TypeError, match=r"contiguous float32 on the CPU, found torch\.bfloat16"):
         sop(*batch(6, 5, 20))
 
 
-def make_in_a_group(rank: int, ranks: int, store: str) -> None:
+def make_sop_in_a_group(rank: int, ranks: int, store: str) -> None:
     torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -145,16 +145,16 @@ def make_in_a_group(rank: int, ranks: int, store: str) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_several_ranks_without_a_group_are_warned_that_each_has_its_own_table(ranks: int, tmp_path: Any) -> None:
-    torch.multiprocessing.spawn(make_in_a_group, (ranks, str(tmp_path / "store")), ranks)
+    torch.multiprocessing.spawn(make_sop_in_a_group, (ranks, str(tmp_path / "store")), ranks)
 
 
-def test_sharing_memory_reaches_the_table_and_empty_memory_is_refused() -> None:
+def test_share_memory_includes_the_table_and_to_empty_is_refused() -> None:
     assert SOP(20, 5).share_memory().table.u.is_shared()
     with pytest.raises(RuntimeError, match="create the table on its final device"):
         SOP(20, 5, device="meta").to_empty(device="cpu")
 
 
-def test_losses_without_reduction_are_the_users_own() -> None:
+def test_losses_without_reduction_may_be_changed_in_place() -> None:
     losses = SOP(20, 5, reduction="none")(*batch(6, 5, 20))
     losses *= 2
     losses[0] = 0

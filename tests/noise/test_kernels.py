@@ -26,7 +26,7 @@ COMPILED = pytest.mark.parametrize("kernels", [native_kernels, triton_kernels], 
 
 
 def noisy_table(samples: int, classes: int, layout: Any, *, slots: int = 3) -> NoiseTable:
-    """Rows with small, large and (as `official` may have) more than full noise."""
+    """Rows with small noise, large noise, and noise above 1, as `official` may have."""
     table = NoiseTable(samples, classes, layout=layout, slots=slots, seed=11)
     generator = torch.Generator().manual_seed(2)
     table.u.copy_(torch.rand(samples, generator=generator) * 2.4 - 1.2)
@@ -68,7 +68,7 @@ def test_the_loss_kernel_agrees_with_the_reference(kernels: Any, layout: Any, cl
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @COMPILED
-def test_the_loss_kernel_takes_every_type_ties_strides_and_samples_to_drop(kernels: Any, dtype: torch.dtype) -> None:
+def test_the_loss_kernel_handles_dtypes_ties_strides_and_dropped_samples(kernels: Any, dtype: torch.dtype) -> None:
     table = noisy_table(8, 50, "slots")
     generator = torch.Generator().manual_seed(0)
     z = (torch.randn(8, 2 * 50, generator=generator) * 2).to(dtype)[:, ::2]  # columns two apart
@@ -95,7 +95,7 @@ def random_facts(batch: int, classes: int, generator: torch.Generator) -> Facts:
 @pytest.mark.parametrize("rates", RULES, ids=lambda rates: type(rates).__name__)
 @pytest.mark.parametrize(("samples", "classes", "batch"), [(6, 5, 20), (40, 1100, 9), (3, 2, 7), (2, 33_000, 3)])
 @COMPILED
-def test_the_row_kernels_end_with_the_bits_of_the_reference(
+def test_the_row_kernels_give_the_bits_of_the_reference(
     kernels: Any, layout: Any, rates: Rates, samples: int, classes: int, batch: int
 ) -> None:
     """With duplicates in the batch, dropped samples, evictions, and a partitioned table."""
@@ -116,7 +116,7 @@ def test_the_row_kernels_end_with_the_bits_of_the_reference(
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", ["native", "triton"])
-def test_the_whole_module_runs_on_each_kernel(layout: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_module_runs_with_each_kernel(layout: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def train() -> tuple[list[float], Tensor]:
         generator = torch.Generator().manual_seed(0)
         sop, losses = SOP(12, 6, layout=layout), []
@@ -136,7 +136,7 @@ def test_the_whole_module_runs_on_each_kernel(layout: Any, name: str, monkeypatc
     assert torch.equal(got[1], expected[1])
 
 
-def test_the_kernels_are_chosen_in_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_are_chosen_by_device_dtype_and_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     monkeypatch.delenv("SOPDIST_KERNELS", raising=False)
     assert choose_kernels(cpu) is native_kernels
@@ -179,7 +179,7 @@ def test_threads_do_not_change_a_bit(layout: Any) -> None:
 
 
 def run_python(*arguments: str | Path) -> None:
-    """In a process of its own, with Triton's compiler: this one interprets."""
+    """Run Python in a new process with Triton's compiler: this process uses its interpreter."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     subprocess.run([sys.executable, *arguments], env=environment, check=True)
 
@@ -203,13 +203,13 @@ def test_every_kernel_compiles_for_every_target(compiled: list[dict[str, Any]]) 
             assert all(0 < k["registers"] <= 255 and k["cubin_bytes"] > 1000 for k in mine)
 
 
-def test_nothing_spills(compiled: list[dict[str, Any]]) -> None:
+def test_no_kernel_spills_registers(compiled: list[dict[str, Any]]) -> None:
     assert [k for k in compiled if k["spilled_bytes"]] == []
 
 
-def test_the_row_kernels_use_only_operations_that_every_device_rounds_alike(compiled: list[dict[str, Any]]) -> None:
+def test_the_row_kernels_use_only_operations_that_all_devices_round_equally(compiled: list[dict[str, Any]]) -> None:
     assert [k for k in compiled if k["kernel"] == "rows" and k["inexact"]] == []
-    assert all(k["inexact"] for k in compiled if k["kernel"] == "loss")  # the search does find what it looks for
+    assert all(k["inexact"] for k in compiled if k["kernel"] == "loss")  # the search works
 
 
 SPECIALISED_ON_ONE = """
@@ -224,5 +224,5 @@ for build in aot.builds((1000,)):
 
 
 def test_the_kernels_compile_where_triton_turns_an_argument_of_1_into_a_constant() -> None:
-    """A batch of one sample, seed 1, rank 1: cases that the interpreter does not tell apart."""
+    """A batch of one sample, seed 1, rank 1: cases that the interpreter does not distinguish."""
     run_python("-c", SPECIALISED_ON_ONE)

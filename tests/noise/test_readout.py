@@ -13,7 +13,7 @@ from tests.support.batches import LAYOUTS, VARIANTS
 
 @pytest.fixture(params=LAYOUTS)
 def learned(request: pytest.FixtureRequest) -> SOP:
-    """Ten samples with label 0, of which the network insists that 7, 8, 9 are class 3; sample 5 is never visited."""
+    """Ten samples with label 0. The network predicts class 3 for 7, 8 and 9; sample 5 is never visited."""
     sop = SOP(10, 4, layout=request.param, slots=2)
     z = torch.zeros(10, 4)
     z[:7, 0] = 4
@@ -39,7 +39,7 @@ def test_wrong_labels_are_ranked_flagged_and_relabelled(learned: SOP) -> None:
     assert float(learned.noise_scores("margin")[0]) == pytest.approx(float(p[1] - p[0]), rel=1e-5)
 
 
-def test_reading_with_bad_arguments_says_so(learned: SOP) -> None:
+def test_bad_arguments_are_refused_with_the_reason(learned: SOP) -> None:
     with pytest.raises(ValueError, match="kind must be"):
         learned.noise_scores("variance")
     with pytest.raises(ValueError, match="the labels of all 10 samples, in index order, got int64 of shape"):
@@ -65,11 +65,11 @@ def test_a_hard_sample_that_the_network_gets_right_is_never_flagged(layout: Any,
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_corrected_label_is_not_held_against_itself(layout: Any) -> None:
+def test_a_corrected_label_is_not_flagged(layout: Any) -> None:
     sop, one = SOP(1, 8, layout=layout), torch.tensor([0])
     z = torch.zeros(1, 8)
     z[0, 3] = 4
-    for label in [0] * 8 + [3] * 8:  # the network says 3 all along; the label is corrected half way
+    for label in [0] * 8 + [3] * 8:  # the network always predicts 3; the label is corrected halfway
         sop(z, torch.tensor([label]), one)
     assert not sop.flags(torch.tensor([3])).any()
     assert sop.noise_rate(torch.tensor([3])) == 0
@@ -84,7 +84,7 @@ def test_noise_rate_before_the_first_visit_is_nan() -> None:
     assert SOP(5, 3).noise_rate() != SOP(5, 3).noise_rate()
 
 
-def test_a_clear_conscience_is_restored_when_the_network_changes_its_mind(learned: SOP) -> None:
+def test_labels_are_unflagged_when_the_network_agrees_with_them_again(learned: SOP) -> None:
     z = torch.zeros(3, 4)
     z[:, 0] = 4
     for _ in range(3):

@@ -49,28 +49,28 @@ def test_slots_take_at_most_a_fortieth_of_dense_at_1000_classes() -> None:
 
 @pytest.mark.parametrize("layout", ["dense", "slots"])
 @pytest.mark.parametrize("classes", [10, 1000, 40_000])
-def test_the_bytes_that_are_stated_are_the_bytes_that_are_held(layout: Any, classes: int) -> None:
+def test_nbytes_is_the_size_of_the_buffers(layout: Any, classes: int) -> None:
     table = NoiseTable(7, classes, layout=layout)
     held = sum(buffer.nbytes for name, buffer in table.named_buffers() if name not in ("meta", "skipped"))
     assert table.nbytes == held == 7 * row_bytes(layout, classes)
 
 
-def test_auto_picks_dense_while_it_is_small_or_smaller_and_slots_beyond() -> None:
+def test_auto_chooses_dense_if_it_is_small_or_smaller_than_slots() -> None:
     assert choose_layout(50_000, 100) == "dense"
-    assert choose_layout(10**9, 10) == "dense"  # no saving to be had
+    assert choose_layout(10**9, 10) == "dense"  # slots would not be smaller
     assert choose_layout(2_400_000, 1000) == "slots"
     edge = AUTO_DENSE_BYTES // row_bytes("dense", 1000)
     assert (choose_layout(edge, 1000), choose_layout(edge + 1, 1000)) == ("dense", "slots")
 
 
-def test_a_partitioned_table_holds_the_rows_of_the_whole_one() -> None:
-    whole = NoiseTable(31, K, layout="dense", seed=9)
+def test_a_partitioned_table_has_the_rows_of_the_full_one() -> None:
+    full = NoiseTable(31, K, layout="dense", seed=9)
     for stride in (2, 3, 4):
         for first in range(stride):
             for layout in ("dense", "slots"):
                 part = NoiseTable(31, K, layout=layout, seed=9, first=first, stride=stride)
-                assert torch.equal(part.u, whole.u[first::stride])
-                assert torch.equal(part.dense_v(torch.arange(len(part))), whole.v[first::stride])
+                assert torch.equal(part.u, full.u[first::stride])
+                assert torch.equal(part.dense_v(torch.arange(len(part))), full.v[first::stride])
 
 
 def test_more_ranks_than_samples_leaves_a_rank_without_rows() -> None:
@@ -78,7 +78,7 @@ def test_more_ranks_than_samples_leaves_a_rank_without_rows() -> None:
 
 
 @pytest.mark.parametrize("cast", ["half", "bfloat16", "double"])
-def test_a_cast_of_the_module_does_not_reach_the_table(cast: str) -> None:
+def test_a_cast_of_the_module_does_not_change_the_table(cast: str) -> None:
     module = nn.ModuleDict({"net": nn.Linear(2, 2), "sop": SOP(N, K)})
     before = module["sop"].table.v.clone()
     getattr(module, cast)()
@@ -91,7 +91,7 @@ def test_a_cast_of_the_module_does_not_reach_the_table(cast: str) -> None:
 
 
 @pytest.mark.parametrize("layout", ["dense", "slots"])
-def test_a_saved_table_comes_back_bit_for_bit(layout: Any, tmp_path: Any) -> None:
+def test_a_saved_table_loads_bit_for_bit(layout: Any, tmp_path: Any) -> None:
     table = visited(layout)
     torch.save(table.state_dict(), tmp_path / "table.pt")
     fresh = NoiseTable(N, K, layout=layout, slots=4, seed=4)
@@ -144,7 +144,7 @@ def test_more_slots_change_nothing_and_fewer_keep_the_largest_and_count_the_rest
     ],
 )
 @pytest.mark.parametrize("layout", ["dense", "slots"])
-def test_a_table_of_something_else_is_refused_with_what_differs(
+def test_a_table_with_other_settings_is_refused_with_the_differences(
     settings: dict[str, int], says: str, layout: Any
 ) -> None:
     state = visited("dense").state_dict()
@@ -194,12 +194,12 @@ def test_a_damaged_table_is_refused_and_nothing_changes(layout: Any) -> None:
         assert_same_content(fresh, NoiseTable(N, K, layout=layout, slots=4, seed=4))
 
 
-def test_a_whole_sop_resumes_where_it_stopped() -> None:
+def test_sop_resumes_where_it_stopped() -> None:
     generator = torch.Generator().manual_seed(0)
     steps = [(torch.randn(8, K, generator=generator), torch.randint(K, (8,), generator=generator)) for _ in range(10)]
     index = torch.arange(8)
-    straight, first, second = (SOP(N, K, seed=2) for _ in range(3))
-    losses = [float(straight(z, y, index)) for z, y in steps]
+    uninterrupted, first, second = (SOP(N, K, seed=2) for _ in range(3))
+    losses = [float(uninterrupted(z, y, index)) for z, y in steps]
     for z, y in steps[:4]:
         first(z, y, index)
     second.load_state_dict(first.state_dict())

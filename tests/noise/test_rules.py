@@ -47,7 +47,7 @@ def test_flow_is_the_exact_solution_of_the_gradient_flow(visits: float, q: float
 
 
 @given(st.floats(0.01, 1e6), st.just(0.0) | st.floats(1e-30, 1), st.lists(st.booleans(), max_size=30))
-def test_flow_stays_between_0_and_1_and_never_dies_for_any_rate(visits: float, q: float, path: list[bool]) -> None:
+def test_flow_stays_between_0_and_1_and_never_vanishes_for_any_rate(visits: float, q: float, path: list[bool]) -> None:
     step = Flow(visits).step()
     for contradicted in path:
         before, q = q, visit_once(q, contradicted, step)
@@ -60,7 +60,7 @@ def test_flow_stays_between_0_and_1_and_never_dies_for_any_rate(visits: float, q
 
 
 @given(st.floats(0.01, 0.99), st.booleans())
-def test_flow_becomes_the_papers_step_as_the_rate_goes_to_0(q: float, contradicted: bool) -> None:
+def test_flow_becomes_the_papers_step_as_the_rate_tends_to_0(q: float, contradicted: bool) -> None:
     time = 1e-3
     flow = visit_once(q, contradicted, Flow(math.log(1e16) / time).step())
     euler = visit_once(q, contradicted, Step("paper", time / 2, 0.0))  # T = 8 step, and Step.v = 4 step
@@ -121,7 +121,7 @@ def test_official_reproduces_the_published_semantics_over_many_batches(layout: s
     published_steps([(z.double(), y, i) for z, y, i in batches], u, v, rates, sop.eps)
     for z, y, i in batches:
         sop(z, y, i)
-    assert float(v.detach().abs().max()) > 1  # the interesting case did happen
+    assert float(v.detach().abs().max()) > 1  # squares did exceed 1
     torch.testing.assert_close(sop.table.u.double(), u.detach(), rtol=1e-3, atol=1e-6)
     torch.testing.assert_close(sop.table.dense_v(torch.arange(samples)).double(), v.detach(), rtol=1e-3, atol=1e-6)
 

@@ -1,5 +1,5 @@
-"""SOP with a table that is sharded across ranks: real processes, gloo, and one table that saw the joined batches as the
-oracle."""
+"""SOP with a table that is sharded across ranks: real processes, gloo, and as the oracle one table that gets the joined
+batches."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ def joined_batches(epochs: int = 5, *, duplicates: bool = False) -> list[NDArray
     return [order[start : start + BATCH] for order in orders for start in range(0, SAMPLES, BATCH)]
 
 
-def cut(batch: NDArray[np.int64], ranks: int, *, lopsided: bool = False) -> Parts:
-    """The parts of the ranks; lopsided: everything at the last rank, nothing at the others."""
+def split_batch(batch: NDArray[np.int64], ranks: int, *, lopsided: bool = False) -> Parts:
+    """The parts of the ranks; lopsided: everything on the last rank, nothing on the others."""
     if lopsided:
         return [batch[:0]] * (ranks - 1) + [batch]
     return np.array_split(batch, ranks)
 
 
 def logits_of(batch: NDArray[np.int64], step: int) -> Tensor:
-    """Logits that contradict every third label for good, and the others now and then."""
+    """Logits that always contradict every third label, and the others sometimes."""
     generator = torch.Generator().manual_seed(step)
     logits = torch.randn(len(batch), CLASSES, generator=generator)
     for position, sample in enumerate(batch.tolist()):
@@ -65,17 +65,17 @@ def full_table(sop: SOP) -> dict[str, Tensor]:
     }
 
 
-def compare(group: dist.ProcessGroup, batches: list[NDArray[np.int64]], *, planned: bool = False,
+def compare(group: dist.ProcessGroup, batches: list[NDArray[np.int64]], *, prefetched: bool = False,
             lopsided: bool = False, micro_batches: int = 1, **settings: Any) -> None:  # fmt: skip
     """Train a sharded table and one table on the same logits; rows bit for bit, gradients to rounding."""
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     with pytest.warns(UserWarning, match="has its own table"):
         one = SOP(SAMPLES, CLASSES, reduction="sum", **settings)
     sharded = SOP(SAMPLES, CLASSES, reduction="sum", process_group=group, **settings)
-    parts = [cut(batch, ranks, lopsided=lopsided) for batch in batches]
+    parts = [split_batch(batch, ranks, lopsided=lopsided) for batch in batches]
     per_epoch = -(-SAMPLES // BATCH)
     for step, batch in enumerate(batches):
-        if planned:
+        if prefetched:
             if step % per_epoch == 0:
                 sharded.flush()
                 sharded.prefetch(parts[step])
@@ -114,15 +114,15 @@ def compare(group: dist.ProcessGroup, batches: list[NDArray[np.int64]], *, plann
     assert torch.equal(sharded.suspects(9), one.suspects(9))
 
 
-def asked_dense(group: dist.ProcessGroup) -> None:
+def on_request_dense(group: dist.ProcessGroup) -> None:
     compare(group, joined_batches(), layout="dense")
 
 
-def asked_slots(group: dist.ProcessGroup) -> None:
+def on_request_slots(group: dist.ProcessGroup) -> None:
     compare(group, joined_batches(), layout="slots", slots=2)
 
 
-def asked_with_duplicates(group: dist.ProcessGroup) -> None:
+def on_request_with_duplicates(group: dist.ProcessGroup) -> None:
     compare(group, joined_batches(duplicates=True), layout="slots", slots=3)
 
 
@@ -130,16 +130,16 @@ def ranks_without_samples(group: dist.ProcessGroup) -> None:
     compare(group, joined_batches(), lopsided=True)
 
 
-def planned_dense(group: dist.ProcessGroup) -> None:
-    compare(group, joined_batches(), planned=True, layout="dense")
+def prefetched_dense(group: dist.ProcessGroup) -> None:
+    compare(group, joined_batches(), prefetched=True, layout="dense")
 
 
-def planned_slots_in_micro_batches(group: dist.ProcessGroup) -> None:
-    compare(group, joined_batches(), planned=True, layout="slots", slots=2, micro_batches=3)
+def prefetched_slots_in_micro_batches(group: dist.ProcessGroup) -> None:
+    compare(group, joined_batches(), prefetched=True, layout="slots", slots=2, micro_batches=3)
 
 
 def paper_rates(group: dist.ProcessGroup) -> None:
-    compare(group, joined_batches(), planned=True, variant="paper", alpha_u=20.0, alpha_v=1000.0)
+    compare(group, joined_batches(), prefetched=True, variant="paper", alpha_u=20.0, alpha_v=1000.0)
 
 
 def official_rates(group: dist.ProcessGroup) -> None:
@@ -173,10 +173,10 @@ def means_and_terms_of_plus(group: dist.ProcessGroup) -> None:
         torch.testing.assert_close(own.grad / ranks, view.grad[mine], rtol=1e-5, atol=1e-7)
 
 
-def looking_changes_nothing(group: dist.ProcessGroup) -> None:
+def evaluation_changes_nothing(group: dist.ProcessGroup) -> None:
     sharded = SOP(SAMPLES, CLASSES, process_group=group)
     before = full_table(sharded)
-    batch = cut(joined_batches()[0], dist.get_world_size(group))[dist.get_rank(group)]
+    batch = split_batch(joined_batches()[0], dist.get_world_size(group))[dist.get_rank(group)]
     with torch.no_grad():
         sharded(logits_of(batch, 0), labels_of(batch), torch.from_numpy(batch))
     sharded.eval()
@@ -185,19 +185,19 @@ def looking_changes_nothing(group: dist.ProcessGroup) -> None:
     assert all(torch.equal(after[name], column) for name, column in before.items())
 
 
-def costs_are_counted(group: dist.ProcessGroup) -> None:
-    """Bytes by hand: rows and facts of samples whose owner is another rank, nothing else."""
+def traffic_is_counted(group: dist.ProcessGroup) -> None:
+    """Bytes computed manually: rows and facts of samples whose owner is another rank, nothing else."""
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     sharded = SOP(SAMPLES, CLASSES, layout="slots", slots=3, process_group=group)
-    parts = cut(joined_batches()[0], ranks)
+    parts = split_batch(joined_batches()[0], ranks)
     sharded.prefetch(parts)
     sharded(logits_of(parts[rank], 0), labels_of(parts[rank]), torch.from_numpy(parts[rank]))
     sharded.flush()
     assert sharded.exchange is not None
     stats = sharded.exchange.stats()
-    pushed = sum(int((part % ranks == rank).sum()) for other, part in enumerate(parts) if other != rank)
-    told = int((parts[rank] % ranks != rank).sum())
-    assert stats.sent_bytes == pushed * (4 + 3 * (4 + 2)) + told * 20
+    rows_sent = sum(int((part % ranks == rank).sum()) for other, part in enumerate(parts) if other != rank)
+    facts_sent = int((parts[rank] % ranks != rank).sum())
+    assert stats.sent_bytes == rows_sent * (4 + 3 * (4 + 2)) + facts_sent * 20
     assert stats.waited >= 0
     assert stats.travelled > 0
 
@@ -212,8 +212,8 @@ def a_batch_that_was_not_prefetched(group: dist.ProcessGroup) -> None:
         sharded.prefetch([np.arange(2)])
 
 
-def built_differently(group: dist.ProcessGroup) -> None:
-    """Every rank learns what differs; nobody aborts, and the group can be used afterwards."""
+def different_arguments(group: dist.ProcessGroup) -> None:
+    """Every rank raises an error that names the difference, and the group can be used afterwards."""
     rank = dist.get_rank(group)
     for name, values in {
         "num_samples": (SAMPLES, SAMPLES + 1), "num_classes": (CLASSES, CLASSES + 1), "layout": ("dense", "slots"),
@@ -226,10 +226,10 @@ def built_differently(group: dist.ProcessGroup) -> None:
 
 
 SCENARIOS: list[Scenario] = [
-    asked_dense, asked_slots, asked_with_duplicates, ranks_without_samples, planned_dense,
-    planned_slots_in_micro_batches,
-    paper_rates, official_rates, means_and_terms_of_plus, looking_changes_nothing, costs_are_counted,
-    a_batch_that_was_not_prefetched, built_differently,
+    on_request_dense, on_request_slots, on_request_with_duplicates, ranks_without_samples, prefetched_dense,
+    prefetched_slots_in_micro_batches,
+    paper_rates, official_rates, means_and_terms_of_plus, evaluation_changes_nothing, traffic_is_counted,
+    a_batch_that_was_not_prefetched, different_arguments,
 ]  # fmt: skip
 
 
@@ -239,19 +239,19 @@ def test_a_sharded_table_equals_one_table(ranks: int, tmp_path: Path) -> None:
 
 
 def test_a_thousand_classes_cost_less_than_a_fortieth_of_dense_rows() -> None:
-    there_and_back = row_wire_bytes("slots", 1000) + FACT_WIRE_BYTES
-    assert there_and_back == 4 + 8 * 6 + 20
-    assert there_and_back <= 2 * row_wire_bytes("dense", 1000) / 40
+    round_trip = row_wire_bytes("slots", 1000) + FACT_WIRE_BYTES
+    assert round_trip == 4 + 8 * 6 + 20
+    assert round_trip <= 2 * row_wire_bytes("dense", 1000) / 40
     assert row_wire_bytes("dense", 1000) < row_bytes("dense", 1000)
     sizes = [row_wire_bytes("slots", classes) for classes in (4, 100, 40_000)]
     assert all(small < large for small, large in pairwise(sizes))
 
 
-def test_a_group_of_one_rank_talks_to_nobody(tmp_path: Path) -> None:
-    run_on_ranks([_alone], 1, tmp_path)
+def test_a_group_of_one_rank_does_not_communicate(tmp_path: Path) -> None:
+    run_on_ranks([_single_rank], 1, tmp_path)
 
 
-def _alone(group: dist.ProcessGroup) -> None:
+def _single_rank(group: dist.ProcessGroup) -> None:
     sop = SOP(SAMPLES, CLASSES, process_group=group)
     assert sop.exchange is None
     batch = joined_batches()[0]

@@ -1,4 +1,4 @@
-"""The layout `slots` is the layout `dense`, bit for bit, until a row overflows; then the reported bound holds."""
+"""The layout `slots` equals the layout `dense`, bit for bit, until a row overflows; then the reported bound holds."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ def test_slots_equal_dense_bit_for_bit_while_nothing_is_evicted(
     dense, sparse = run(stream, rates, seed, slots=8, stride=stride)
     assert sparse.evictions is not None
     assert int(sparse.evictions.sum()) == 0
-    everyone = torch.arange(stream.samples)
-    assert torch.equal(sparse.dense_v(everyone), dense.v)
+    all_samples = torch.arange(stream.samples)
+    assert torch.equal(sparse.dense_v(all_samples), dense.v)
     for name in ("u", "visits", "mean_loss", "mean_margin"):
         assert torch.equal(getattr(sparse, name), getattr(dense, name))
 
@@ -90,7 +90,7 @@ def test_after_an_eviction_the_reported_bound_holds(stream: Stream, rates: Rates
     assert sparse.classes is not None
     assert sparse.evictions is not None
     assert sparse.evicted is not None
-    gone: set[tuple[int, int]] = set()  # (sample, class) pairs that were evicted
+    evicted_pairs: set[tuple[int, int]] = set()  # (sample, class) pairs that were evicted
     returned: set[tuple[int, int]] = set()  # ... and predicted again: these may lag behind
     for index, predicted in stream.visits:
         for sample, class_ in zip(index.tolist(), predicted.tolist(), strict=True):
@@ -99,15 +99,15 @@ def test_after_an_eviction_the_reported_bound_holds(stream: Stream, rates: Rates
             for table in (dense, sparse):
                 update_rows(table, one, stream.labels[one], facts_for(torch.tensor([class_])), rates.step())
             after = set(sparse.classes[sample].tolist())
-            returned |= {(sample, c) for c in after - before} & gone
-            gone |= {(sample, c) for c in before - after if c >= 0}
+            returned |= {(sample, c) for c in after - before} & evicted_pairs
+            evicted_pairs |= {(sample, c) for c in before - after if c >= 0}
     v = sparse.dense_v(torch.arange(stream.samples))
     error = (v.square() - dense.v.square()).abs()
     for pair in returned:
         error[pair] = 0
     assert (error <= sparse.evicted[:, None] + 1e-13).all()
-    overflown = sorted({sample for sample, _ in gone})
-    assert (sparse.evictions > 0).nonzero()[:, 0].tolist() == overflown
+    overflowed = sorted({sample for sample, _ in evicted_pairs})
+    assert (sparse.evictions > 0).nonzero()[:, 0].tolist() == overflowed
     assert torch.equal(v[sparse.evictions == 0], dense.v[sparse.evictions == 0])
 
 
@@ -122,7 +122,7 @@ def test_an_evicted_class_that_returns_catches_up_within_the_visits_setting() ->
     assert q["slots"] == pytest.approx(q["dense"], abs=1e-3)
 
 
-def test_the_smallest_is_evicted_but_never_the_newcomer() -> None:
+def test_the_smallest_entry_is_evicted_but_never_the_new_one() -> None:
     table = NoiseTable(1, 10, layout="slots", slots=2)
     label = torch.tensor([0])
     for class_ in (1, 1, 1, 2):
@@ -142,7 +142,7 @@ def test_the_smallest_is_evicted_but_never_the_newcomer() -> None:
 def test_losses_and_gradients_are_the_same_bits_in_both_layouts(
     variant: str, kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A whole small training loop: the network's path is the same, not only the table's."""
+    """A small training loop: the weights of the network are the same, not only the table."""
     monkeypatch.setenv("SOPDIST_KERNELS", kernels)
     generator = torch.Generator().manual_seed(1)
     samples, classes = 64, 40
@@ -165,20 +165,20 @@ def test_losses_and_gradients_are_the_same_bits_in_both_layouts(
                 optimizer.step()
         assert sop.evictions() == (0, 0.0)
         weights[layout] = torch.cat([p.detach().flatten() for p in model.parameters()])
-        assert float(sop.table.strongest()[0].max()) > 0.5  # the noise took part
+        assert float(sop.table.strongest()[0].max()) > 0.5  # the noise term was active
     assert torch.equal(weights["dense"], weights["slots"])
 
 
 @settings(max_examples=40)
 @given(streams(max_classes=30, favourites=9), RATES, st.integers(2, 4), st.sampled_from(["dense", "slots"]))
-def test_rows_dealt_to_several_owners_end_as_one_table(stream: Stream, rates: Rates, owners: int, layout: str) -> None:
-    """Sample i lives with owner i mod W, which sees its facts in batch order; with duplicates and evictions."""
+def test_a_table_sharded_across_owners_equals_one_table(stream: Stream, rates: Rates, owners: int, layout: str) -> None:
+    """Sample i belongs to owner i mod W, which gets its facts in batch order; with duplicates and evictions."""
     make = functools.partial(NoiseTable, stream.samples, stream.classes, layout=layout, slots=3, seed=8)
-    whole = make()
+    full = make()
     parts = [make(first=owner, stride=owners) for owner in range(owners)]
     for index, predicted in stream.visits:
         facts = facts_for(predicted)
-        update_rows(whole, index, stream.labels[index], facts, rates.step())
+        update_rows(full, index, stream.labels[index], facts, rates.step())
         for owner, part in enumerate(parts):
             mine = index % owners == owner
             if mine.any():
@@ -187,4 +187,4 @@ def test_rows_dealt_to_several_owners_end_as_one_table(stream: Stream, rates: Ra
     for owner, part in enumerate(parts):
         for name, buffer in part.named_buffers():
             if name not in ("meta", "skipped"):
-                assert torch.equal(buffer, whole.get_buffer(name)[owner::owners]), name
+                assert torch.equal(buffer, full.get_buffer(name)[owner::owners]), name

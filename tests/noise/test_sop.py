@@ -1,4 +1,4 @@
-"""The loss as a user meets it: visits, samples that do not count, SOP+, the forecast."""
+"""The loss as users call it: visits, samples that do not count, SOP+, the forecast."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from tests.support.batches import LAYOUTS, VARIANTS, batch, same, snapshot
 @given(st.integers(0, 10**6), st.integers(1, 5), st.integers(1, 16))
 def test_duplicates_are_consecutive_visits_in_batch_order(layout: Any, seed: int, samples: int, count: int) -> None:
     generator = torch.Generator().manual_seed(seed)
-    together, apart = (SOP(samples, 6, layout=layout, slots=3) for _ in range(2))
+    batched, one_by_one = (SOP(samples, 6, layout=layout, slots=3) for _ in range(2))
     for _ in range(5):
         z = torch.randn(count, 6, generator=generator) * 3
         index = torch.randint(samples, (count,), generator=generator)
         labels = index % 6
-        together(z, labels, index)
+        batched(z, labels, index)
         for i in range(count):  # flow's facts do not depend on the row, so one by one is the same
-            apart(z[i : i + 1], labels[i : i + 1], index[i : i + 1])
-    assert same(together.table.state_dict(), apart.table.state_dict())
+            one_by_one(z[i : i + 1], labels[i : i + 1], index[i : i + 1])
+    assert same(batched.table.state_dict(), one_by_one.table.state_dict())
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -50,12 +50,12 @@ def test_in_eval_mode_and_without_gradients_nothing_is_learned() -> None:
     assert same(before, snapshot(sop))
 
 
-def test_print_tells_how_much_was_seen() -> None:
+def test_repr_shows_how_many_samples_were_visited() -> None:
     sop = SOP(20, 5)
     sop(*batch(8, 5, 20))
     assert "8 of 20 samples visited" in repr(sop)
     assert "Flow(visits=4.0)" in repr(sop)
-    assert sop.suspects(20).shape == (8,)  # samples that were never seen are no suspects
+    assert sop.suspects(20).shape == (8,)  # samples that were never visited are not suspects
 
 
 def test_a_compiled_training_step_learns_what_an_eager_one_does() -> None:
@@ -70,14 +70,14 @@ def test_a_compiled_training_step_learns_what_an_eager_one_does() -> None:
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")])
-def test_a_sample_that_is_not_finite_is_as_if_it_were_not_there(variant: Any, layout: Any, poison: float) -> None:
+def test_a_sample_that_is_not_finite_is_ignored(variant: Any, layout: Any, poison: float) -> None:
     z, labels, index = batch(6, 5, 20)
     z[2, 3] = poison
-    with_it, without = (SOP(20, 5, variant=variant, layout=layout) for _ in range(2))
+    poisoned, clean = (SOP(20, 5, variant=variant, layout=layout) for _ in range(2))
     rest = torch.tensor([0, 1, 3, 4, 5])
     a, b = z.clone().requires_grad_(), z[rest].clone().requires_grad_()
     for _ in range(3):
-        loss_a, loss_b = with_it(a, labels, index), without(b, labels[rest], index[rest])
+        loss_a, loss_b = poisoned(a, labels, index), clean(b, labels[rest], index[rest])
         torch.testing.assert_close(loss_a, loss_b)
     loss_a.backward()
     loss_b.backward()
@@ -85,13 +85,13 @@ def test_a_sample_that_is_not_finite_is_as_if_it_were_not_there(variant: Any, la
     assert b.grad is not None
     assert torch.equal(a.grad[2], torch.zeros(5))
     torch.testing.assert_close(a.grad[rest], b.grad)
-    assert with_it.skipped.tolist() == [0, 3]
-    with_it.skipped.zero_()
-    assert same(with_it.state_dict(), without.state_dict())
+    assert poisoned.skipped.tolist() == [0, 3]
+    poisoned.skipped.zero_()
+    assert same(poisoned.state_dict(), clean.state_dict())
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_sample_of_weight_0_leaves_its_row_alone_and_is_counted(layout: Any) -> None:
+def test_a_sample_of_weight_0_leaves_its_row_unchanged_and_is_counted(layout: Any) -> None:
     z, labels, index = batch(6, 5, 20)
     z[5] = float("nan")
     sop = SOP(20, 5, layout=layout)
@@ -131,7 +131,7 @@ def test_an_empty_batch_changes_nothing_and_has_loss_0(reduction: Any) -> None:
     assert same(before, snapshot(sop))
 
 
-def test_the_first_sample_that_is_not_finite_is_told_and_a_mask_is_a_weight() -> None:
+def test_the_first_sample_that_is_not_finite_is_reported_and_a_mask_is_a_weight() -> None:
     z, labels, index = batch(6, 5, 20)
     z[2] = float("nan")
     sop = SOP(20, 5)
@@ -181,7 +181,7 @@ def test_sop_plus_adds_the_two_terms_of_the_method() -> None:
     expected.backward()
     torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(a2.grad, b2.grad, rtol=1e-4, atol=1e-6)
-    assert same(plus.table.state_dict(), plain.table.state_dict())  # the terms do not touch the rows
+    assert same(plus.table.state_dict(), plain.table.state_dict())  # the terms do not change the rows
 
 
 def test_a_second_view_that_is_not_finite_drops_the_sample() -> None:

@@ -96,7 +96,7 @@ def _fragments(engine: Engine) -> dict[str, Fragment]:
     replicated = {
         "network": engine.replicated_network(),
         "optimizer": engine.replicated_optimizer(),
-        "sound": engine.last_finite_statistics(),
+        "last_finite_statistics": engine.last_finite_statistics(),
     }
     named = {f"{section}/{name}": value for section, state in replicated.items() for name, value in state.items()}
     network, optimizer = engine.own_fragments()

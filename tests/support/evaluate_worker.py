@@ -1,4 +1,4 @@
-"""A rank that evaluates a fixed network on a split, with several batch sizes, and writes down what it got.
+"""A rank that evaluates a fixed network on a split, with several batch sizes, and writes the metrics to a file.
 
 python -m tests.support.evaluate_worker SPLIT LABELS OUT
 """
@@ -19,17 +19,17 @@ from sopdist.train.evaluate import close_all, evaluate, open_evaluations
 from sopdist.train.settings import EngineSettings, EvaluateSettings
 from tests.support.grey_images import CLASSES, SIDE
 
-BATCHES = (5, 12, 60)  # none divides 53, the last is more than all of it
+BATCHES = (5, 12, 60)  # none divides 53, the last is larger than the split
 
 
 def network() -> nn.Module:
-    """Any weights will do, but every rank has the same."""
+    """A network with arbitrary weights, the same on every rank."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Flatten(), nn.Linear(SIDE * SIDE, 40), nn.ReLU(), nn.Linear(40, len(CLASSES))).eval()
 
 
 def evaluations(world: World, split: Path, labels: str) -> dict[str, dict[str, float]]:
-    """What is found with each batch size."""
+    """The metrics with each batch size."""
     found, model = {}, network()
     data = DataSettings("unused", "digits", threads=1, max_bad_fraction=0.5)
     for batch in BATCHES:

@@ -1,4 +1,4 @@
-"""The formulas of the method written down once more, in float64, with autograd and nothing clever."""
+"""The formulas of the method in float64 and plain PyTorch, with gradients from autograd."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def squared_error(z: Tensor, u: Tensor, v: Tensor, labels: Tensor) -> Tensor:
 
 
 def gradients(z: Tensor, u: Tensor, v: Tensor, labels: Tensor, eps: float, variant: str) -> dict[str, Tensor]:
-    """Autograd's answer: the losses, dl_CE/dz, and the gradients that the variant moves u and v along."""
+    """The losses, dl_CE/dz, and the gradients that the variant uses for u and v, from autograd."""
     z, u, v = (x.detach().double().requires_grad_() for x in (z, u, v))
     ce = cross_entropy(z, u, v, labels, eps, reclip=variant == "official")
     mse = squared_error(z, u, v, labels)

@@ -43,6 +43,6 @@ def table_in(checkpoint: Path) -> dict[str, Tensor]:
 
 def columns_of(table: NoiseTable) -> dict[str, Tensor]:
     """The columns of a table that owns all rows."""
-    everyone = torch.arange(table.num_samples)
+    all_samples = torch.arange(table.num_samples)
     columns = {name: getattr(table, name).clone() for name in ("u", "visits", *MEANS)}
-    return columns | {"v": table.dense_v(everyone)}
+    return columns | {"v": table.dense_v(all_samples)}

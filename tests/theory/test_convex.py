@@ -1,3 +1,5 @@
+"""The convex program: optimality conditions, brute force in one dimension, and invalid input."""
+
 from dataclasses import replace
 
 import cvxpy

@@ -1,3 +1,5 @@
+"""Critical points: gradient and Hessian against autograd, and the curvature that the proof states."""
+
 import numpy as np
 import pytest
 import torch
@@ -43,7 +45,7 @@ def test_constructed_points_are_critical_with_the_curvature_of_the_proof(problem
         smallest = np.linalg.eigvalsh(hessian(problem, point))[0]
         measured = measure_point(problem, "made", point)
         assert measured.unexplained == zeros
-        if zeros <= problem.rank:  # theta alone can fit so few entries
+        if zeros <= problem.rank:  # theta alone can fit this many entries
             assert left < 1e-9
         if measured.kind == "minimum":
             assert smallest > -1e-6

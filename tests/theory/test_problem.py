@@ -1,3 +1,5 @@
+"""Random problems of the theory: sizes, coherence, rank, and the guarantee of recovery."""
+
 import math
 
 import numpy as np

@@ -1,3 +1,5 @@
+"""Simulated visits of one label: the update rules against their formulas."""
+
 import math
 
 import numpy as np

@@ -44,14 +44,14 @@ def split(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def alone() -> Iterator[World]:
+def one_rank() -> Iterator[World]:
     world = open_world(LaunchEnv(), EngineSettings(threads=1))
     yield world
     world.close()
 
 
-def by_hand(labels: str) -> dict[str, float]:
-    """Image by image, through nothing but torch."""
+def expected_metrics(labels: str) -> dict[str, float]:
+    """The metrics of the split, computed image by image in plain torch."""
     top1 = top5 = samples = 0
     loss, model, recipe = 0.0, network(), RECIPES["digits"]
     for index in range(SAMPLES):
@@ -67,21 +67,21 @@ def by_hand(labels: str) -> dict[str, float]:
 
 
 def assert_exact(found: dict[str, dict[str, float]], labels: str) -> None:
-    wanted = by_hand(labels)
+    wanted = expected_metrics(labels)
     assert 0 < wanted["top1"] < wanted["top5"] < 1
     assert set(found) == {str(batch) for batch in BATCHES}
     for values in found.values():
         assert values["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
-        assert {**values, "loss": 0} == {**wanted, "loss": 0}  # counts: exactly
+        assert {**values, "loss": 0} == {**wanted, "loss": 0}  # counts are exact
 
 
 @pytest.mark.parametrize("labels", ["given", "partial"])
-def test_one_rank_counts_what_is_counted_by_hand(alone: World, split: Path, labels: str) -> None:
-    assert_exact(evaluations(alone, split, labels), labels)
+def test_one_rank_gets_the_expected_metrics(one_rank: World, split: Path, labels: str) -> None:
+    assert_exact(evaluations(one_rank, split, labels), labels)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_ranks_together_count_what_is_counted_by_hand(split: Path, tmp_path: Path, ranks: int) -> None:
+def test_several_ranks_get_the_expected_metrics(split: Path, tmp_path: Path, ranks: int) -> None:
     ended = launch(
         "torchrun", "tests.support.evaluate_worker", [str(split), "partial", str(tmp_path)], ranks, timeout=120
     )
@@ -90,17 +90,17 @@ def test_ranks_together_count_what_is_counted_by_hand(split: Path, tmp_path: Pat
         assert_exact(json.loads((tmp_path / f"rank{rank}.json").read_text()), "partial")
 
 
-def test_a_split_with_other_classes_is_refused_by_its_name(alone: World, split: Path) -> None:
+def test_a_split_with_other_classes_is_refused_by_name(one_rank: World, split: Path) -> None:
     settings, data = EvaluateSettings({"val": str(split)}), DataSettings("unused", "digits", threads=1)
     with pytest.raises(ConfigError, match=r"evaluate\.splits\.val: has 7 classes, but the training split has 3"):
-        open_evaluations(settings, data, ("a", "b", "c"), 12, alone)
+        open_evaluations(settings, data, ("a", "b", "c"), 12, one_rank)
 
 
-def test_up_to_five_classes_have_no_top_5(alone: World, tmp_path: Path) -> None:
+def test_with_up_to_five_classes_there_is_no_top_5(one_rank: World, tmp_path: Path) -> None:
     write_split(tmp_path / "pets")
     data = DataSettings(str(tmp_path), "cifar10", threads=1)
-    streams = open_evaluations(EvaluateSettings({"pets": "pets"}), data, ("cat", "dog", "owl"), 5, alone)
-    found = evaluate(lambda images: images.mean((2, 3)), streams["pets"], alone)
+    streams = open_evaluations(EvaluateSettings({"pets": "pets"}), data, ("cat", "dog", "owl"), 5, one_rank)
+    found = evaluate(lambda images: images.mean((2, 3)), streams["pets"], one_rank)
     streams["pets"].close()
     assert set(found) == {"top1", "loss", "samples"}
     assert found["samples"] == 12
@@ -108,7 +108,7 @@ def test_up_to_five_classes_have_no_top_5(alone: World, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of two epochs that evaluated after each."""
+    """A run of two epochs, each followed by an evaluation."""
     folder = tmp_path_factory.mktemp("trained")
     write_images(folder / "shards" / "train", 60)
     write_images(folder / "shards" / "val", 31)
@@ -129,8 +129,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def evaluated(trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Eval:
-    """`sopdist eval ARGUMENTS --json` in the folder of the run."""
+def run_eval(trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Eval:
+    """Call `sopdist eval ARGUMENTS --json` in the folder of the run; returns the parsed output."""
 
     def call(*arguments: str) -> dict[str, dict[str, float]]:
         monkeypatch.chdir(trained)
@@ -142,28 +142,28 @@ def evaluated(trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     return call
 
 
-def test_eval_finds_again_what_the_run_has_told(evaluated: Eval, trained: Path) -> None:
-    told = [json.loads(line) for line in (trained / "runs/small/metrics.jsonl").read_text().splitlines()]
-    evals = [line for line in told if line["kind"] == "eval"]
-    last = evaluated("runs/small", "--which", "last")
+def test_eval_reproduces_the_metrics_of_the_run(run_eval: Eval, trained: Path) -> None:
+    lines = [json.loads(line) for line in (trained / "runs/small/metrics.jsonl").read_text().splitlines()]
+    evals = [line for line in lines if line["kind"] == "eval"]
+    last = run_eval("runs/small", "--which", "last")
     assert last["network"] == "runs/small/network-last.safetensors"
     assert last["val"]["top1"] == evals[-1]["val/top1"]
     assert last["val"]["loss"] == pytest.approx(evals[-1]["val/loss"], rel=1e-6)
     assert last["val"]["samples"] == 31
-    best = evaluated("runs/small")
+    best = run_eval("runs/small")
     assert best["network"] == "runs/small/network-best.safetensors"
     assert best["val"]["top1"] == max(line["val/top1"] for line in evals)
     first = min((trained / "runs/small/checkpoints").iterdir())
-    assert evaluated(str(first.relative_to(trained)))["val"]["loss"] == pytest.approx(evals[0]["val/loss"], rel=1e-6)
+    assert run_eval(str(first.relative_to(trained)))["val"]["loss"] == pytest.approx(evals[0]["val/loss"], rel=1e-6)
 
 
-def test_eval_takes_other_splits_labels_batches_and_places(evaluated: Eval, trained: Path) -> None:
-    found = evaluated("runs/small", "--split", "train", "--split", "far=elsewhere/test", "--split", "elsewhere/test")
+def test_eval_accepts_other_splits_labels_batch_sizes_and_roots(run_eval: Eval, trained: Path) -> None:
+    found = run_eval("runs/small", "--split", "train", "--split", "far=elsewhere/test", "--split", "elsewhere/test")
     assert {name: found[name]["samples"] for name in ("train", "far", "test")} == {"train": 60, "far": 45, "test": 45}
     assert found["far"] == found["test"]
-    assert found["train"]["top1"] > evaluated("runs/small", "--split", "train", "--labels", "wrong")["train"]["top1"]
-    assert evaluated("runs/small", "--split", "train", "--batch", "7")["train"]["top1"] == found["train"]["top1"]
-    moved = evaluated("runs/small", "--root", str(trained / "elsewhere"), "--split", "test")
+    assert found["train"]["top1"] > run_eval("runs/small", "--split", "train", "--labels", "wrong")["train"]["top1"]
+    assert run_eval("runs/small", "--split", "train", "--batch", "7")["train"]["top1"] == found["train"]["top1"]
+    moved = run_eval("runs/small", "--root", str(trained / "elsewhere"), "--split", "test")
     assert moved["test"] == found["test"]
 
 
@@ -179,11 +179,11 @@ def test_eval_prints_a_table(
     assert row.split()[-1] == "31"
 
 
-def test_eval_on_two_ranks_finds_what_one_finds_and_says_it_once(evaluated: Eval, trained: Path) -> None:
-    ended = launched(trained, "--split", str(trained / "elsewhere/test"), "--json")
+def test_eval_on_two_ranks_prints_the_result_of_one_rank_once(run_eval: Eval, trained: Path) -> None:
+    ended = eval_on_two_ranks(trained, "--split", str(trained / "elsewhere/test"), "--json")
     assert ended.returncode == 0, ended.stderr[-5000:]
     found = json.loads(ended.stdout)
-    wanted = evaluated("runs/small", "--split", "elsewhere/test")["test"]
+    wanted = run_eval("runs/small", "--split", "elsewhere/test")["test"]
     assert found["test"]["loss"] == pytest.approx(wanted["loss"], rel=1e-6)
     assert {**found["test"], "loss": 0} == {**wanted, "loss": 0}
 
@@ -191,31 +191,31 @@ def test_eval_on_two_ranks_finds_what_one_finds_and_says_it_once(evaluated: Eval
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--split", "tset"], "shards/tset"),  # while the ranks open things
-        (["--split", "half"], "samples could not be read in epoch 0"),  # while one of them evaluates
+        (["--split", "tset"], "shards/tset"),  # while the ranks open the split
+        (["--split", "half"], "samples could not be read in epoch 0"),  # while one rank evaluates
     ],
 )
-def test_an_error_of_eval_on_two_ranks_is_told_once(trained: Path, arguments: list[str], message: str) -> None:
-    """Only rank 1 finds that it cannot read what it should: it has the columns from 8 on."""
+def test_an_error_of_eval_on_two_ranks_is_reported_once(trained: Path, arguments: list[str], message: str) -> None:
+    """Only rank 1 finds unreadable samples: it reads the columns from 8 on."""
     write_images(trained / "shards" / "half", 31, broken=tuple(range(8, 16)))
-    ended = launched(trained, *arguments)
+    ended = eval_on_two_ranks(trained, *arguments)
     assert ended.returncode == 1
     assert ended.stdout == ""
-    told = [line for line in ended.stderr.splitlines() if line.startswith("sopdist: ")]
-    assert len(told) == 1, ended.stderr[-5000:]
-    assert message in told[0]
-    assert told[0].startswith("sopdist: rank 1: ") == ("half" in arguments)
-    assert "sopdist/cli/commands/eval.py" not in ended.stderr, "a traceback; torchrun's own is not ours"
+    reported = [line for line in ended.stderr.splitlines() if line.startswith("sopdist: ")]
+    assert len(reported) == 1, ended.stderr[-5000:]
+    assert message in reported[0]
+    assert reported[0].startswith("sopdist: rank 1: ") == ("half" in arguments)
+    assert "sopdist/cli/commands/eval.py" not in ended.stderr, "a traceback of sopdist; that of torchrun is expected"
 
 
-def launched(trained: Path, *arguments: str) -> CompletedProcess[str]:
-    """`sopdist eval` of the run on two ranks."""
-    place = ["runs/small", "--root", "shards"]
-    absolute = [str(trained / part) if "/" in part or part == "shards" else part for part in place]
+def eval_on_two_ranks(trained: Path, *arguments: str) -> CompletedProcess[str]:
+    """Run `sopdist eval` on two ranks."""
+    relative = ["runs/small", "--root", "shards"]
+    absolute = [str(trained / value) if "/" in value or value == "shards" else value for value in relative]
     return launch("torchrun", "sopdist", ["eval", *absolute, *arguments], timeout=120)
 
 
-def test_a_run_without_a_best_network_has_its_last_evaluated(
+def test_without_a_best_network_the_last_one_is_evaluated(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(trained)
@@ -236,7 +236,7 @@ def test_a_run_without_a_best_network_has_its_last_evaluated(
         ("pipe:fetch {}", "pipe:fetch {}"),
     ],
 )
-def test_a_split_is_a_folder_of_the_root_or_a_place_of_its_own(split: str, location: str) -> None:
+def test_a_split_is_a_folder_in_the_root_or_a_location(split: str, location: str) -> None:
     assert data_of_split(DataSettings("shards", "digits", split="train"), split).location == location
 
 
@@ -252,14 +252,14 @@ def test_a_split_is_a_folder_of_the_root_or_a_place_of_its_own(split: str, locat
         (["runs/small", "--batch", "0"], 2, "--batch"),
     ],
 )
-def test_eval_of_what_is_not_there_says_what_is_missing(
+def test_eval_names_what_is_missing_or_invalid(
     trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
     arguments: list[str], code: int, message: str,
 ) -> None:  # fmt: skip
     monkeypatch.chdir(trained)
     try:
         found = main(["eval", *arguments])
-    except SystemExit as error:  # argparse's own
+    except SystemExit as error:  # raised by argparse
         found = int(str(error.code))
     assert found == code
     assert message in capsys.readouterr().err
@@ -288,11 +288,11 @@ def test_eval_of_damaged_or_foreign_weights_names_the_file(
     assert "network-last.safetensors: cannot be read" in capsys.readouterr().err
 
 
-def test_names_of_splits() -> None:
+def test_splits_are_named_by_the_user_or_after_their_folder() -> None:
     assert named_splits(["test", "imagenet=a/b", "a/c/"]) == {"test": "test", "imagenet": "a/b", "c": "a/c/"}
 
 
-def test_a_missing_label_set_is_an_error_of_data(alone: World, split: Path) -> None:
+def test_a_missing_label_set_is_a_data_error(one_rank: World, split: Path) -> None:
     settings = EvaluateSettings({"val": str(split)}, "nobody")
     with pytest.raises(DataError, match="nobody"):
-        open_evaluations(settings, DataSettings("unused", "digits", threads=1), CLASSES, 12, alone)
+        open_evaluations(settings, DataSettings("unused", "digits", threads=1), CLASSES, 12, one_rank)

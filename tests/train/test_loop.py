@@ -39,18 +39,18 @@ def saved_steps(run: OpenedRun) -> list[int]:
     return [step_of(path) for path in complete_checkpoints(run.session.folder)]
 
 
-def test_a_resumed_run_has_the_dropout_seeds_of_a_run_that_was_never_stopped(split: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_has_the_dropout_seeds_of_an_uninterrupted_run(split: Path, tmp_path: Path) -> None:
     stop = STEPS + 1
-    with open_run(split, tmp_path / "straight", train=EPOCHS, checkpoint={"every": 0, "steps": stop}) as run:
-        straight = record_seeds(run)
+    with open_run(split, tmp_path / "uninterrupted", train=EPOCHS, checkpoint={"every": 0, "steps": stop}) as run:
+        uninterrupted = record_seeds(run)
         run.train()
         assert saved_steps(run) == [stop]
         (saved,) = complete_checkpoints(run.session.folder)
     with open_run(split, tmp_path / "resumed", resume_from=saved, train=EPOCHS) as run:
         resumed = record_seeds(run)
         run.train()
-    assert len(set(straight)) == 2 * STEPS
-    assert resumed == straight[stop:]
+    assert len(set(uninterrupted)) == 2 * STEPS
+    assert resumed == uninterrupted[stop:]
 
 
 def test_seeds_differ_between_ranks_steps_and_runs() -> None:

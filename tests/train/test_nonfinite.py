@@ -44,8 +44,8 @@ def test_single_steps_that_are_not_finite_are_tolerated_reported_and_counted(
     ]
 
 
-def test_a_sample_that_is_not_finite_moves_nothing(split: Path, tmp_path: Path) -> None:
-    """The network after a step without it, and after a step with it of weight 0, is the same."""
+def test_samples_that_are_not_finite_do_not_change_the_network(split: Path, tmp_path: Path) -> None:
+    """A step in which no sample is finite leaves the network as a step with a learning rate of 0 does."""
     weights = []
     for name, calls in (("all", {0: None}), ("none", {})):
         settings = {"lr": 0.5 if name == "all" else 0.0, "momentum": 0.0, "weight_decay": 0.0}
@@ -57,7 +57,7 @@ def test_a_sample_that_is_not_finite_moves_nothing(split: Path, tmp_path: Path) 
         assert torch.equal(value, weights[1][name]), name
 
 
-def test_too_many_consecutive_ones_end_the_run_with_the_samples_of_the_last_step(split: Path, tmp_path: Path) -> None:
+def test_too_many_nonfinite_steps_in_a_row_end_the_run_and_the_last_one_is_dumped(split: Path, tmp_path: Path) -> None:
     with open_run(split, tmp_path) as run:
         break_at(run.session, {0: None, 2: None, 3: 1, 4: None})
         with pytest.raises(NonFiniteError) as caught:
@@ -102,7 +102,7 @@ def any_run(split: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[O
         yield run
 
 
-def first_end(steps: list[bool], allowed: int) -> int | None:
+def first_stop(steps: list[bool], allowed: int) -> int | None:
     """By brute force: the first step that ends more than `allowed` consecutive bad ones."""
     for step in range(allowed, len(steps)):
         if all(steps[step - allowed : step + 1]):
@@ -111,7 +111,7 @@ def first_end(steps: list[bool], allowed: int) -> int | None:
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=14), st.integers(1, 5))
-def test_whatever_the_epochs_are_the_guard_stops_at_the_step_that_is_one_too_many(
+def test_the_guard_stops_at_the_first_step_over_the_limit_for_any_epoch_length(
     any_run: OpenedRun, steps: list[bool], epoch: int
 ) -> None:
     progress = any_run.progress
@@ -128,4 +128,4 @@ def test_whatever_the_epochs_are_the_guard_stops_at_the_step_that_is_one_too_man
                 guard.flush()
     except NonFiniteError:
         stopped = progress.step - 1
-    assert stopped == first_end(steps, 2)
+    assert stopped == first_stop(steps, 2)

@@ -20,7 +20,7 @@ def rates(settings: OptimSettings) -> list[float]:
 
 
 def torch_rates(settings: OptimSettings, warmup: int = 0) -> list[float]:
-    """What torch's schedulers make of it, chained, so that the warm-up is a factor."""
+    """The rates of torch's schedulers, chained, so that the warm-up is a factor."""
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=settings.lr)
     schedulers: list[lr_scheduler.LRScheduler] = []
     if settings.schedule == "cosine":
@@ -30,13 +30,13 @@ def torch_rates(settings: OptimSettings, warmup: int = 0) -> list[float]:
         schedulers.append(lr_scheduler.MultiStepLR(optimizer, milestones, gamma=settings.gamma))
     if warmup:
         schedulers.append(lr_scheduler.LinearLR(optimizer, start_factor=1 / warmup, total_iters=warmup - 1))
-    seen = []
+    found = []
     for _ in range(TOTAL):
-        seen.append(optimizer.param_groups[0]["lr"])
+        found.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
         for scheduler in schedulers:
             scheduler.step()
-    return seen
+    return found
 
 
 @pytest.mark.parametrize(
@@ -48,19 +48,19 @@ def torch_rates(settings: OptimSettings, warmup: int = 0) -> list[float]:
         OptimSettings(lr=0.3, schedule="multistep", milestones=(2.0, 4.0), gamma=0.1),
     ],
 )
-def test_the_schedules_are_those_of_torch(settings: OptimSettings) -> None:
+def test_the_schedules_match_those_of_torch(settings: OptimSettings) -> None:
     assert rates(settings) == pytest.approx(torch_rates(settings), rel=1e-9)
 
 
 @pytest.mark.parametrize("schedule", ["constant", "multistep"])
-def test_the_warm_up_is_torchs_linear_one_times_the_schedule(schedule: str) -> None:
+def test_the_warm_up_is_the_linear_one_of_torch_times_the_schedule(schedule: str) -> None:
     milestones = (1.0, 4.0) if schedule == "multistep" else ()
     settings = OptimSettings(lr=0.3, schedule=schedule, milestones=milestones, warmup_epochs=2.0)
     assert rates(settings) == pytest.approx(torch_rates(settings, warmup=2 * EPOCH), rel=1e-9)
 
 
 @given(st.sampled_from(["constant", "cosine"]), st.floats(0, 5), st.integers(1, 50), st.integers(1, 500), st.data())
-def test_no_rate_is_above_the_one_asked_for_or_below_zero(
+def test_no_rate_is_above_the_configured_one_or_below_zero(
     schedule: str, warmup: float, epoch: int, total: int, data: st.DataObject
 ) -> None:
     settings = OptimSettings(lr=0.2, schedule=schedule, warmup_epochs=warmup)

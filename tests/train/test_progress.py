@@ -12,13 +12,13 @@ def test_a_resumed_run_has_the_progress_that_was_saved() -> None:
     assert resumed == saved
 
 
-def test_the_best_of_another_run_stays_there() -> None:
+def test_the_best_result_of_another_run_is_not_loaded() -> None:
     resumed = Progress()
     resumed.load_state(Progress(step=7, best=0.5, best_step=4, failed_saves=2).state(), same_run=False)
     assert resumed == Progress(step=7, failed_saves=2)
 
 
-def test_a_streak_that_is_not_finite_is_not_saved() -> None:
+def test_the_streak_of_nonfinite_steps_is_not_saved() -> None:
     assert Progress(nonfinite_streak=3, network_lost=True).state() == Progress().state()
 
 

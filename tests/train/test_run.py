@@ -1,4 +1,4 @@
-"""From a config to an exit code: what each way to end returns, says, and leaves behind."""
+"""From a config to an exit code: what each kind of run returns, prints and leaves behind."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ log: {{wandb: off}}
 
 @pytest.fixture
 def config(tmp_path: Path) -> str:
-    """A config of 12 samples, without an evaluation, whose run is runs/small."""
+    """A config with 12 samples and without evaluation; its run is runs/small."""
     write_split(tmp_path / "shards", samples())
     path = tmp_path / "small.yaml"
     path.write_text(CONFIG.format(root=tmp_path / "shards", runs=tmp_path / "runs"))
@@ -43,64 +43,64 @@ def summary(tmp_path: Path) -> dict[str, object]:
     return found
 
 
-def test_a_run_ends_with_0_and_its_summary_says_so(config: str, tmp_path: Path) -> None:
+def test_a_finished_run_returns_0_and_its_summary_says_so(config: str, tmp_path: Path) -> None:
     assert run_config(config) == OK
     assert summary(tmp_path).items() >= {"finished": True, "steps": 4, "ranks": 1, "failed_saves": 0}.items()
 
 
-def test_mistakes_in_the_config_and_in_the_data_have_their_own_codes(
+def test_config_errors_and_data_errors_have_different_exit_codes(
     config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run_config(config, ["method.lr_u=1"]) == BAD_CONFIG  # found when everything is put together
+    assert run_config(config, ["method.lr_u=1"]) == BAD_CONFIG  # found when the parts are put together
     assert run_config(config, ["data.prefetch=0"]) == BAD_CONFIG
     assert run_config(config, ["data.labels=other"]) == FAILED
     assert [line.split(":")[0] for line in capsys.readouterr().err.splitlines()] == ["sopdist"] * 3
     assert not (tmp_path / "runs/small/summary.json").exists()
 
 
-def test_data_that_turn_out_bad_on_the_way_end_the_run_without_a_traceback(
+def test_bad_data_found_during_training_ends_the_run_without_a_traceback(
     config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     members = [sample(index, image=b"no image") if index == 7 else sample(index) for index in range(12)]
     write_split(tmp_path / "shards", members)
     assert run_config(config, ["data.max_bad_fraction=0"]) == FAILED
-    said = capsys.readouterr().err
-    assert "1 samples could not be read in epoch 0" in said
-    assert "shard-000001.tar" in said
-    assert "Traceback" not in said
+    stderr = capsys.readouterr().err
+    assert "1 samples could not be read in epoch 0" in stderr
+    assert "shard-000001.tar" in stderr
+    assert "Traceback" not in stderr
     assert str(summary(tmp_path)["exit"]).startswith("TooManyBadSamplesError: ")
     assert run_config(config, ["data.max_bad_fraction=0.1", "run.name=again"]) == OK, "with a limit it continues"
 
 
-def test_a_wrong_resume_leaves_nothing_behind_that_looks_like_a_run(config: str, tmp_path: Path) -> None:
+def test_a_failed_resume_leaves_nothing_behind_that_looks_like_a_run(config: str, tmp_path: Path) -> None:
     assert run_config(config, resume=str(tmp_path / "nowhere")) == FAILED
     assert not (tmp_path / "runs").exists()
     assert run_config(config) == OK
-    assert run_config(config) == FAILED, "there is a run"
+    assert run_config(config) == FAILED, "the run already exists"
     assert run_config(config, resume="auto") == OK
 
 
-def test_a_run_goes_on_from_what_the_process_before_has_saved_while_this_one_waited_for_it(
+def test_a_run_resumes_from_the_checkpoint_that_the_previous_process_saved_while_this_one_waited(
     config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert run_config(config) == OK
     newest, later = tmp_path / "runs/small/checkpoints/step-00000004", tmp_path / "later"
     newest.rename(later)
 
-    def wait_for_it(folder: Path) -> IO[str] | None:
+    def save_then_lock(folder: Path) -> IO[str] | None:
         later.rename(newest)
         return lock_run(folder)
 
-    monkeypatch.setattr("sopdist.train.session.lock_run", wait_for_it)
+    monkeypatch.setattr("sopdist.train.session.lock_run", save_then_lock)
     with caplog.at_level(logging.INFO, "sopdist.train"):
         assert run_config(config, ["train.epochs=100", "train.max_steps=5"], resume="auto") == OK
     assert f"resumes from {newest}, at step 4" in caplog.text
 
 
-def test_a_checkpoint_that_was_saved_after_the_start_was_chosen_is_never_removed(
+def test_a_checkpoint_saved_after_the_resume_point_was_chosen_is_never_removed(
     config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """On a drive without locks the process before may still be at work."""
+    """On a file system without locks, the previous process may still be running."""
     assert run_config(config) == OK
     older, newest = (tmp_path / f"runs/small/checkpoints/step-0000000{step}" for step in (2, 4))
     for chosen in (ResumePoint(older), ResumePoint()):
@@ -111,20 +111,20 @@ def test_a_checkpoint_that_was_saved_after_the_start_was_chosen_is_never_removed
         verify_checkpoint(newest)
 
 
-def test_a_port_that_is_taken_is_an_error_that_names_it(
+def test_a_port_in_use_is_an_error_that_names_it(
     config: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-        for name, value in (place | {"MASTER_PORT": str(port)}).items():
+        env = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+        for name, value in (env | {"MASTER_PORT": str(port)}).items():
             monkeypatch.setenv(name, value)
         assert run_config(config, ["engine.timeout=5"]) == FAILED
-    said = capsys.readouterr().err
-    assert f"sopdist: rank 0: cannot connect to the other ranks at 127.0.0.1:{port}: " in said
-    assert "Traceback" not in said
+    stderr = capsys.readouterr().err
+    assert f"sopdist: rank 0: cannot connect to the other ranks at 127.0.0.1:{port}: " in stderr
+    assert "Traceback" not in stderr
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_a_port_that_is_taken_is_an_error_that_names_it(
         (RuntimeError("shapes do not fit"), "RuntimeError: shapes do not fit"),
     ],
 )
-def test_the_summary_says_why_in_plain_words(error: BaseException, reason: str) -> None:
+def test_the_summary_gives_the_reason_in_plain_words(error: BaseException, reason: str) -> None:
     assert _reason(error) == reason
 
 
@@ -151,7 +151,7 @@ def test_the_summary_says_why_in_plain_words(error: BaseException, reason: str) 
         "[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7) ran for 600 ms before timing out.",
     ],
 )
-def test_a_closed_connection_a_timeout_and_an_aborted_communicator_are_a_lost_rank(text: str) -> None:
+def test_a_closed_connection_a_timeout_and_an_aborted_communicator_mean_a_lost_rank(text: str) -> None:
     assert lost_contact(RuntimeError(text))
 
 
@@ -164,10 +164,10 @@ def test_a_closed_connection_a_timeout_and_an_aborted_communicator_are_a_lost_ra
         "[gloo/allreduce.cc:80] Enforce failed: sizes do not fit",
     ],
 )
-def test_a_mistake_that_a_library_of_communication_finds_is_not_taken_for_a_lost_rank(text: str) -> None:
+def test_other_errors_of_nccl_and_gloo_do_not_mean_a_lost_rank(text: str) -> None:
     assert not lost_contact(RuntimeError(text))
 
 
-def test_an_error_about_files_is_never_taken_for_a_lost_rank() -> None:
+def test_file_and_data_errors_never_mean_a_lost_rank() -> None:
     assert not lost_contact(DataError("shards/gloo: Broken pipe"))
     assert not lost_contact(OSError("Connection reset by peer"))

@@ -65,7 +65,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def train(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Train:
-    """Train in this process; the run's folder."""
+    """Train in this process and return the run folder."""
 
     def start(name: str, keys: str = "", *, resume: str = "none", code: int = OK) -> Path:
         monkeypatch.chdir(folder)

@@ -1,4 +1,4 @@
-"""The clock of a run: every moment is given to exactly one part."""
+"""The clock of a run: every moment belongs to exactly one part."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from sopdist.train.record.clock import Clock
 
 
-class Time:
-    """A time that passes only when told to."""
+class FakeTime:
+    """A fake time that passes only on request."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -21,71 +21,71 @@ class Time:
     def __call__(self) -> float:
         return self.now
 
-    def passes(self, seconds: float) -> None:
+    def advance(self, seconds: float) -> None:
         self.now += seconds
 
 
 @pytest.fixture
-def time() -> Time:
-    return Time()
+def time() -> FakeTime:
+    return FakeTime()
 
 
-def test_time_outside_of_all_parts_is_compute_and_evaluation_is_no_part_of_the_total(time: Time) -> None:
+def test_time_outside_all_parts_is_compute_and_evaluation_is_not_in_the_total(time: FakeTime) -> None:
     clock = Clock(time)
     with clock.part("data"):
-        time.passes(2)
-    time.passes(7)
+        time.advance(2)
+    time.advance(7)
     with clock.part("evaluate"):
-        time.passes(5)
+        time.advance(5)
     clock.add("exchange", 1.0)
     lap = clock.lap()
     assert lap == {"data": 2, "exchange": 1, "checkpoint": 0, "compute": 6, "evaluate": 5, "total": 9}
-    time.passes(3)
+    time.advance(3)
     assert clock.lap() == {"data": 0, "exchange": 0, "checkpoint": 0, "compute": 3, "evaluate": 0, "total": 3}
 
 
-def test_an_inner_part_is_not_counted_twice(time: Time) -> None:
+def test_an_inner_part_is_not_counted_twice(time: FakeTime) -> None:
     clock = Clock(time)
     with clock.part("evaluate"):
-        time.passes(1)
+        time.advance(1)
         with clock.part("checkpoint"):
-            time.passes(10)
-        time.passes(1)
+            time.advance(10)
+        time.advance(1)
     lap = clock.lap()
     assert (lap["evaluate"], lap["checkpoint"], lap["compute"], lap["total"]) == (2, 10, 0, 10)
 
 
-def test_a_lap_in_the_middle_of_a_part_cuts_it_in_two(time: Time) -> None:
+def test_a_lap_in_the_middle_of_a_part_splits_it(time: FakeTime) -> None:
     clock = Clock(time)
     with clock.part("data"):
-        time.passes(2)
+        time.advance(2)
         assert clock.lap()["data"] == 2
-        time.passes(3)
+        time.advance(3)
     assert clock.lap()["data"] == 3
 
 
-def test_a_part_that_fails_still_counts_and_is_left(time: Time) -> None:
+def test_a_part_that_raises_is_counted_and_ended(time: FakeTime) -> None:
     clock = Clock(time)
 
     def fail() -> None:
         with clock.part("checkpoint"):
-            time.passes(4)
+            time.advance(4)
             raise KeyError
 
     with pytest.raises(KeyError):
         fail()
-    time.passes(1)
+    time.advance(1)
     lap = clock.lap()
     assert (lap["checkpoint"], lap["compute"]) == (4, 1)
 
 
-def test_waiting_for_items_is_timed_and_what_is_done_with_them_is_not(time: Time) -> None:
+def test_waiting_for_items_is_timed_but_processing_them_is_not(time: FakeTime) -> None:
     closed = []
 
     def items() -> Iterator[int]:
         try:
             for number in range(10):
-                time.passes(2)
+                time.advance(2)
                 yield number
         finally:
             closed.append(True)
@@ -95,7 +95,7 @@ def test_waiting_for_items_is_timed_and_what_is_done_with_them_is_not(time: Time
     taken = []
     for _, number in zip(range(3), batches, strict=False):
         taken.append(number)
-        time.passes(5)
+        time.advance(5)
     lap = clock.lap()
     assert taken == [0, 1, 2]
     assert (lap["data"], lap["compute"]) == (6, 15)
@@ -112,13 +112,13 @@ _TREES = st.recursive(
 
 
 @given(_TREES)
-def test_nothing_is_lost_however_parts_are_nested(tree: Any) -> None:
-    time = Time()
+def test_nested_parts_add_up_to_the_elapsed_time(tree: Any) -> None:
+    time = FakeTime()
     clock = Clock(time)
 
     def walk(node: Any) -> None:
         if isinstance(node, int):
-            time.passes(node)
+            time.advance(node)
         elif isinstance(node, tuple):
             with clock.part(node[0]):
                 walk(node[1])

@@ -1,4 +1,4 @@
-"""Metrics of noise detection, against scikit-learn and against counting."""
+"""Metrics of noise detection, against scikit-learn and brute force."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SAMPLES = st.lists(
 def test_auroc_and_average_precision_equal_those_of_scikit_learn(samples: list[tuple[float, bool]]) -> None:
     scores = np.array([score for score, _ in samples])
     wrong = np.array([kind for _, kind in samples])
-    finite = np.where(np.isinf(scores), -100.0, scores)  # scikit-learn takes no infinity; this is as much the last
+    finite = np.where(np.isinf(scores), -100.0, scores)  # scikit-learn rejects infinity; this ranks last, too
     if wrong.any() and not wrong.all():
         assert auroc(scores, wrong) == pytest.approx(roc_auc_score(wrong, finite), abs=1e-12)
     else:
@@ -65,7 +65,7 @@ def example(**changes: Any) -> dict[str, Any]:
     return noise_metrics(Readout(**arrays), given, clean, 3)
 
 
-def test_the_report_with_clean_labels_says_what_was_found() -> None:
+def test_with_clean_labels_the_report_measures_detection() -> None:
     report = example()
     assert report["rate"] == pytest.approx(2 / 6)
     assert (report["flagged"], report["visited"]) == (2, 6)
@@ -74,7 +74,7 @@ def test_the_report_with_clean_labels_says_what_was_found() -> None:
     assert report["average_precision"] == pytest.approx((1 + 2 / 3) / 2)
     assert report["flag_precision"] == report["flag_recall"] == 0.5
     assert report["given_accuracy"] == pytest.approx(4 / 6)
-    assert report["corrected_accuracy"] == pytest.approx(4 / 6)  # one repaired, one broken
+    assert report["corrected_accuracy"] == pytest.approx(4 / 6)  # one label corrected, one made wrong
     assert report["per_class"] == {
         "samples": [4, 3, 0], "rate": [pytest.approx(1 / 3), pytest.approx(1 / 3), None],
         "true_rate": [pytest.approx(1 / 3), pytest.approx(1 / 3), None],
@@ -82,7 +82,7 @@ def test_the_report_with_clean_labels_says_what_was_found() -> None:
 
 
 @pytest.mark.parametrize("clean", [None, np.full(8, -1)])
-def test_without_clean_labels_there_is_an_estimate_only(clean: Any) -> None:
+def test_without_clean_labels_the_report_has_only_estimates(clean: Any) -> None:
     report = example(clean=clean)
     assert report.keys() == {"rate", "flagged", "visited", "per_class"}
     assert report["rate"] == pytest.approx(2 / 6)
@@ -91,13 +91,13 @@ def test_without_clean_labels_there_is_an_estimate_only(clean: Any) -> None:
 
 def test_a_wrong_label_that_was_never_visited_counts_as_not_found() -> None:
     report = example(clean=np.array([0, 0, 1, 1, 1, 1, 2, 0]))
-    assert report["flag_recall"] == 0.5, "sample 6 is wrong, and its flag is worth nothing"
+    assert report["flag_recall"] == 0.5, "sample 6 is wrong, and its flag does not count"
     assert report["auroc"] == pytest.approx(5 / 10), "sample 2 is first, sample 6 last"
 
 
 @pytest.mark.parametrize(
     "changes", [{}, {"visited": np.zeros(8)}, {"clean": np.zeros(8, int)}, {"given": -np.ones(8, int)}]
 )
-def test_the_report_is_always_json(changes: Any) -> None:
+def test_the_report_is_always_valid_json(changes: Any) -> None:
     text = json.dumps(example(**changes), allow_nan=False)
     assert json.loads(text)["rate"] in (None, pytest.approx(2 / 6))

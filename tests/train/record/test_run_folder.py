@@ -1,4 +1,4 @@
-"""The folder of a run: who may write where, and what stays secret."""
+"""The run folder: who may write to it, and what stays secret."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ def test_a_new_run_has_a_folder_with_its_config_which_loads_again(tmp_path: Path
     assert [path.name for path in folder.iterdir()] == [CONFIG]
 
 
-@pytest.mark.parametrize("trace", [METRICS, SUMMARY_JSON])
-def test_a_run_that_is_there_is_not_touched_unless_it_is_resumed(tmp_path: Path, trace: str) -> None:
+@pytest.mark.parametrize("file", [METRICS, SUMMARY_JSON])
+def test_an_existing_run_is_left_unchanged_unless_it_is_resumed(tmp_path: Path, file: str) -> None:
     folder = open_run(make_config(tmp_path), resume=False)
-    (folder / trace).write_text("")
+    (folder / file).write_text("")
     before = (folder / CONFIG).read_bytes()
     message = r"first already contains a run: resume it with --resume auto, or start another with run.name=\.\.\."
     with pytest.raises(DataError, match=message):
@@ -57,13 +57,13 @@ def test_a_run_that_is_there_is_not_touched_unless_it_is_resumed(tmp_path: Path,
     assert open_run(make_config(tmp_path), resume=True) == folder
 
 
-def test_a_start_that_failed_before_the_first_step_is_no_run(tmp_path: Path) -> None:
+def test_a_start_that_failed_before_the_first_step_is_not_a_run(tmp_path: Path) -> None:
     open_run(make_config(tmp_path, root="wrong"), resume=False)
     folder = open_run(make_config(tmp_path, root="right"), resume=False)
     assert load_config(Config, folder / CONFIG).data.root == "right"
 
 
-def test_resuming_what_never_began_begins_it(tmp_path: Path) -> None:
+def test_resuming_a_run_that_does_not_exist_starts_it(tmp_path: Path) -> None:
     assert (open_run(make_config(tmp_path), resume=True) / CONFIG).is_file()
 
 
@@ -83,7 +83,7 @@ def test_resuming_with_other_settings_names_them_without_secrets(
 
 
 @pytest.mark.parametrize(
-    ("root", "as_seen"),
+    ("root", "redacted"),
     [
         ("https://me:hunter2@host/a", "https://***@host/a"),
         ("https://host/a?sig=abc123", "https://host/a?***"),
@@ -91,22 +91,24 @@ def test_resuming_with_other_settings_names_them_without_secrets(
         ("pipe:", "pipe: ***"),
     ],
 )
-def test_a_config_with_a_secret_is_for_its_owner_only_and_loads_again(tmp_path: Path, root: str, as_seen: str) -> None:
+def test_a_config_with_a_secret_is_readable_only_by_its_owner_and_loads_again(
+    tmp_path: Path, root: str, redacted: str
+) -> None:
     config = make_config(tmp_path, root=root, evaluate={"splits": {"val": root}})
     folder = open_run(config, resume=False)
     assert (folder / CONFIG).stat().st_mode & 0o777 == 0o600
     assert load_config(Config, folder / CONFIG) == config
-    seen = shown(to_tree(config))
-    assert seen["data"]["root"] == seen["evaluate"]["splits"]["val"] == as_seen
-    assert not any(secret in str(seen) for secret in SECRETS)
-    del seen["data"]["root"], seen["evaluate"]
+    shown_tree = shown(to_tree(config))
+    assert shown_tree["data"]["root"] == shown_tree["evaluate"]["splits"]["val"] == redacted
+    assert not any(secret in str(shown_tree) for secret in SECRETS)
+    del shown_tree["data"]["root"], shown_tree["evaluate"]
     rest = to_tree(config)
     del rest["data"]["root"], rest["evaluate"]
-    assert seen == rest, "what is no secret is shown as it is"
+    assert shown_tree == rest, "everything else is shown unchanged"
 
 
-@pytest.mark.skipif(not Path("/sys/kernel").is_dir(), reason="needs a place where not even root may write")
-def test_a_place_that_cannot_be_written_to_is_named_with_the_way_out(tmp_path: Path) -> None:
+@pytest.mark.skipif(not Path("/sys/kernel").is_dir(), reason="needs a folder that not even root may write to")
+def test_a_folder_that_cannot_be_written_is_named_with_advice(tmp_path: Path) -> None:
     with pytest.raises(
         DataError, match=r"^/sys/kernel/first: cannot be written: .*; choose another folder with run.folder="
     ):
@@ -123,7 +125,7 @@ def test_a_run_without_a_name_has_no_folder(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not can_mount(), reason="needs user namespaces to mount a small file system")
 @pytest.mark.parametrize(("size", "message"), [("1m", "the disk is full (728.00 KiB free)"), ("20m", "")])
-def test_a_disk_that_is_full_is_found_before_anything_begins(tmp_path: Path, size: str, message: str) -> None:
+def test_a_full_disk_is_detected_before_the_run_starts(tmp_path: Path, size: str, message: str) -> None:
     """A file system of the given size, of which some is used already."""
     (tmp_path / "runs").mkdir()
     code = (
@@ -139,8 +141,8 @@ def test_a_disk_that_is_full_is_found_before_anything_begins(tmp_path: Path, siz
     assert ("refused: runs/first: " + message in result.stdout) if message else not result.stdout
 
 
-def test_a_folder_that_has_only_checkpoints_holds_a_run_too(tmp_path: Path) -> None:
-    """They may have been copied from elsewhere; a run that began anew would remove them."""
+def test_a_folder_with_only_checkpoints_contains_a_run(tmp_path: Path) -> None:
+    """They may have been copied from elsewhere; a run that starts from scratch would remove them."""
     settings = make_config(tmp_path)
     saved = find_run(settings, resume=False) / "checkpoints" / "step-00000007"
     saved.mkdir(parents=True)
@@ -150,7 +152,7 @@ def test_a_folder_that_has_only_checkpoints_holds_a_run_too(tmp_path: Path) -> N
     find_run(settings, resume=True)
 
 
-def test_two_processes_do_not_work_on_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_processes_cannot_train_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_folder, "_LOCK_TIMEOUT", 0.3)
     program = "import sys, pathlib; from sopdist.train.record.run_folder import lock_run; "
     program += "lock = lock_run(pathlib.Path(sys.argv[1])); print('locked', flush=True); sys.stdin.read()"
@@ -163,6 +165,6 @@ def test_two_processes_do_not_work_on_one_run(tmp_path: Path, monkeypatch: pytes
             lock_run(tmp_path)
         other.kill()
         other.wait(30)
-    lock = lock_run(tmp_path)  # whoever is gone holds nothing
+    lock = lock_run(tmp_path)  # a process that has exited holds no lock
     assert lock is not None
     lock.close()

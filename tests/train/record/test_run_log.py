@@ -1,4 +1,4 @@
-"""The run_log of a run: what is on the disk and on the screen, during it and afterwards."""
+"""The run log: what is on disk and on the screen, during a run and afterwards."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from sopdist.train.settings import LogSettings
 OFF = LogSettings(wandb="off")
 
 
-def make_journal(folder: Path, steps: int = 10) -> RunLog:
+def make_run_log(folder: Path, steps: int = 10) -> RunLog:
     folder.mkdir(exist_ok=True)
     return RunLog(folder, OFF, {}, steps, "first")
 
@@ -37,7 +37,7 @@ def summary_of(folder: Path) -> dict[str, Any]:
 
 
 def log_epoch(run_log: RunLog, epoch: int, top1: float) -> None:
-    """Five steps of an epoch, the evaluation and the noise after them."""
+    """Log an epoch of five steps, its evaluation and its noise metrics."""
     step = 5 * (epoch + 1)
     train = {"loss": 1 / step, "accuracy": top1 - 0.1, "samples_per_second": 1204.4, "data_share": 0.03}
     run_log.log("train", step, epoch, train)
@@ -46,7 +46,7 @@ def log_epoch(run_log: RunLog, epoch: int, top1: float) -> None:
 
 
 def test_a_line_says_what_was_measured_where_and_when(tmp_path: Path) -> None:
-    run_log = make_journal(tmp_path)
+    run_log = make_run_log(tmp_path)
     run_log.log("train", 5, 0, {"loss": float("nan"), "accuracy": 0.5, "kind": "not this", "step": -1})
     (line,) = lines_of(tmp_path)
     time = line.pop("time")
@@ -55,7 +55,7 @@ def test_a_line_says_what_was_measured_where_and_when(tmp_path: Path) -> None:
 
 
 def test_the_summary_has_a_row_for_each_evaluated_epoch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run_log = make_journal(tmp_path)
+    run_log = make_run_log(tmp_path)
     run_log.rewind(0)
     log_epoch(run_log, 0, 0.85)
     log_epoch(run_log, 1, 0.8)
@@ -80,18 +80,18 @@ def test_the_summary_has_a_row_for_each_evaluated_epoch(tmp_path: Path, capsys: 
 
 
 def test_the_summary_of_a_run_that_stopped_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run_log = make_journal(tmp_path)
+    run_log = make_run_log(tmp_path)
     assert run_log.finish({"exit": "NonFiniteError: step 3"}, finished=False)
     assert summary_of(tmp_path) == {"name": "first", "finished": False, "exit": "NonFiniteError: step 3"}
     assert (tmp_path / SUMMARY_CSV).read_text() == "epoch,step\n"
     assert not capsys.readouterr().out
 
 
-def test_a_run_that_is_killed_leaves_its_lines_and_a_summary_that_it_is_not_finished(tmp_path: Path) -> None:
+def test_a_killed_run_leaves_its_lines_and_a_summary_that_is_not_finished(tmp_path: Path) -> None:
     code = (
         "import os, signal, sys\nfrom pathlib import Path\n"
-        "from tests.train.record.test_run_log import make_journal, log_epoch\n"
-        "run_log = make_journal(Path(sys.argv[1]))\nlog_epoch(run_log, 0, 0.9)\nos.kill(os.getpid(), signal.SIGKILL)\n"
+        "from tests.train.record.test_run_log import make_run_log, log_epoch\n"
+        "run_log = make_run_log(Path(sys.argv[1]))\nlog_epoch(run_log, 0, 0.9)\nos.kill(os.getpid(), signal.SIGKILL)\n"
     )
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}
     result = subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=environment, timeout=120)
@@ -100,38 +100,42 @@ def test_a_run_that_is_killed_leaves_its_lines_and_a_summary_that_it_is_not_fini
     assert summary_of(tmp_path) == {"name": "first", "finished": False, "exit": "running"}
 
 
-def test_a_finished_run_that_is_resumed_is_not_finished_until_it_is_again(tmp_path: Path) -> None:
-    make_journal(tmp_path).finish({}, finished=True)
-    run_log = make_journal(tmp_path)
+def test_a_finished_run_that_is_resumed_is_not_finished_until_it_finishes_again(tmp_path: Path) -> None:
+    make_run_log(tmp_path).finish({}, finished=True)
+    run_log = make_run_log(tmp_path)
     assert summary_of(tmp_path)["finished"] is False
     run_log.finish({}, finished=True)
     assert summary_of(tmp_path)["finished"] is True
 
 
-def test_a_resumed_runs_record_equals_that_of_one_that_was_never_interrupted(tmp_path: Path) -> None:
-    through = make_journal(tmp_path / "through", 15)
+def test_a_resumed_run_has_the_same_files_as_an_uninterrupted_one(tmp_path: Path) -> None:
+    uninterrupted = make_run_log(tmp_path / "uninterrupted", 15)
     for epoch in range(3):
-        log_epoch(through, epoch, 0.7 + epoch / 20)
-    through.finish({}, finished=True)
+        log_epoch(uninterrupted, epoch, 0.7 + epoch / 20)
+    uninterrupted.finish({}, finished=True)
 
-    cut = make_journal(tmp_path / "cut", 15)
-    log_epoch(cut, 0, 0.7)
-    cut.log("train", 7, 1, {"loss": 0.3})  # past the checkpoint, and then a crash
-    with (tmp_path / "cut" / METRICS).open("a") as file:
+    resumed = make_run_log(tmp_path / "resumed", 15)
+    log_epoch(resumed, 0, 0.7)
+    resumed.log("train", 7, 1, {"loss": 0.3})  # past the checkpoint, and then a crash
+    with (tmp_path / "resumed" / METRICS).open("a") as file:
         file.write('{"kind": "eval", "step": 10, "ep')
-    cut = make_journal(tmp_path / "cut", 15)
-    cut.rewind(5)
+    resumed = make_run_log(tmp_path / "resumed", 15)
+    resumed.rewind(5)
     for epoch in range(1, 3):
-        log_epoch(cut, epoch, 0.7 + epoch / 20)
-    cut.finish({}, finished=True)
+        log_epoch(resumed, epoch, 0.7 + epoch / 20)
+    resumed.finish({}, finished=True)
 
-    timeless = [[{**line, "time": 0} for line in lines_of(tmp_path / name)] for name in ("through", "cut")]
-    assert timeless[0] == timeless[1]
-    assert (tmp_path / "through" / SUMMARY_CSV).read_bytes() == (tmp_path / "cut" / SUMMARY_CSV).read_bytes()
+    without_time = [
+        [{**line, "time": 0} for line in lines_of(tmp_path / name)] for name in ("uninterrupted", "resumed")
+    ]
+    assert without_time[0] == without_time[1]
+    assert (tmp_path / "uninterrupted" / SUMMARY_CSV).read_bytes() == (tmp_path / "resumed" / SUMMARY_CSV).read_bytes()
 
 
-def test_a_resumed_runs_bar_goes_on_where_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run_log = make_journal(tmp_path, 40)
+def test_the_progress_bar_of_a_resumed_run_continues_where_it_stopped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_log = make_run_log(tmp_path, 40)
     run_log.rewind(30)
     for step in range(31, 36):
         run_log.advance(step)
@@ -143,7 +147,7 @@ def test_a_resumed_runs_bar_goes_on_where_it_was(tmp_path: Path, capsys: pytest.
 
 
 def test_a_summary_that_cannot_be_written_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    run_log = make_journal(tmp_path)
+    run_log = make_run_log(tmp_path)
     log_epoch(run_log, 0, 0.5)
     (tmp_path / SUMMARY_CSV).mkdir()
     with caplog.at_level(logging.WARNING):
@@ -152,10 +156,10 @@ def test_a_summary_that_cannot_be_written_is_a_warning(tmp_path: Path, caplog: p
     assert summary_of(tmp_path)["finished"] is True
 
 
-def test_a_run_whose_folder_is_deleted_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_whose_folder_is_deleted_continues(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     import shutil
 
-    run_log = make_journal(tmp_path / "run")
+    run_log = make_run_log(tmp_path / "run")
     shutil.rmtree(tmp_path / "run")
     with caplog.at_level(logging.WARNING):
         log_epoch(run_log, 0, 0.5)
@@ -163,7 +167,7 @@ def test_a_run_whose_folder_is_deleted_goes_on(tmp_path: Path, caplog: pytest.Lo
     assert caplog.text.count(f"{METRICS}: CANNOT BE WRITTEN") == 1
 
 
-def test_rows_take_the_latest_training_metrics_and_leave_out_what_was_not_evaluated() -> None:
+def test_rows_have_the_latest_training_metrics_and_omit_epochs_without_evaluation() -> None:
     rows = summary_rows(
         [
             {"kind": "train", "step": 1, "epoch": 0, "time": 1.0, "loss": 3.0},
@@ -177,8 +181,8 @@ def test_rows_take_the_latest_training_metrics_and_leave_out_what_was_not_evalua
     assert rows == [{"epoch": 1, "step": 3, "loss": 1.0, "val/top1": 0.5, "eval/loss": 9.0}]
 
 
-def test_of_epochs_that_are_equally_good_the_first_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run_log = make_journal(tmp_path)
+def test_of_equally_good_epochs_the_first_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_log = make_run_log(tmp_path)
     log_epoch(run_log, 0, 0.85)
     log_epoch(run_log, 1, 0.85)
     run_log.finish({}, finished=True)

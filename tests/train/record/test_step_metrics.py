@@ -29,23 +29,23 @@ def make_output(logits: Tensor, loss: float | Tensor) -> StepOutput:
 
 def count(logits: Tensor, loss: float, labels: list[int], weight: list[float], clean: list[int]) -> list[float]:
     """The same sums, one sample at a time."""
-    of = dict.fromkeys(SUMS, 0.0)
-    of["loss"] = loss if math.isfinite(loss) else 0.0
+    sums = dict.fromkeys(SUMS, 0.0)
+    sums["loss"] = loss if math.isfinite(loss) else 0.0
     for row, label, w, true in zip(logits.tolist(), labels, weight, clean, strict=True):
         if not w:
             continue
         finite = all(map(math.isfinite, row)) and math.isfinite(loss)
         predicted = row.index(max(row)) if finite else None
-        of["samples"] += 1
-        of["finite"] += finite
-        of["nonfinite"] += not finite
-        of["correct"] += predicted == label
+        sums["samples"] += 1
+        sums["finite"] += finite
+        sums["nonfinite"] += not finite
+        sums["correct"] += predicted == label
         if true >= 0:
-            of["known"] += 1
-            of["clean_correct"] += predicted == true
-            of["wrong"] += label != true
-            of["memorised"] += label != true and predicted == label
-    return list(of.values())
+            sums["known"] += 1
+            sums["clean_correct"] += predicted == true
+            sums["wrong"] += label != true
+            sums["memorised"] += label != true and predicted == label
+    return list(sums.values())
 
 
 @given(st.data())
@@ -72,7 +72,7 @@ def test_sums_equal_a_count_sample_by_sample(data: st.DataObject) -> None:
 
 def test_metrics_are_means_over_the_samples_that_count() -> None:
     step_metrics = StepMetrics("cpu")
-    logits = torch.eye(4)[[0, 1, 2, 3, 3]]  # what the network says
+    logits = torch.eye(4)[[0, 1, 2, 3, 3]]  # what the network predicts
     batch = make_batch(torch.tensor([0, 1, 3, 3, 3]), torch.tensor([1.0, 1, 1, 1, 0]))
     step_metrics.add(make_output(logits, 6.0), batch, torch.tensor([0, 2, 2, -1, 0]))
     assert metrics_of(step_metrics.take()) == {
@@ -81,7 +81,7 @@ def test_metrics_are_means_over_the_samples_that_count() -> None:
     }  # fmt: skip
 
 
-def test_two_ranks_added_up_give_the_metrics_of_one() -> None:
+def test_the_sums_of_two_ranks_give_the_metrics_of_one() -> None:
     torch.manual_seed(0)
     logits, labels, clean = torch.randn(11, 5), torch.randint(5, (11,)), torch.randint(-1, 5, (11,))
     weight, losses = (torch.rand(11) > 0.2).float(), torch.rand(11, dtype=torch.float64)
@@ -106,12 +106,12 @@ def test_one_sample_that_is_not_finite_does_not_hide_the_loss_of_the_others() ->
     assert metrics == {"loss": 1.5, "accuracy": 0.5, "samples": 4, "nonfinite": 2}
 
 
-def test_without_clean_labels_nothing_is_said_about_it_and_without_samples_nothing_at_all() -> None:
+def test_without_clean_labels_their_metrics_are_omitted_and_without_samples_means_are_none() -> None:
     assert metrics_of(StepMetrics("cpu").take()) == {"loss": None, "accuracy": None, "samples": 0, "nonfinite": 0}
 
 
 class Waits(TorchDispatchMode):
-    """Counts what makes the host wait for a device: numbers that are read, and shapes that depend on values."""
+    """Counts operations that make the host wait for a device: reading a number, and shapes that depend on values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,14 +130,14 @@ def test_adding_never_waits_for_the_device() -> None:
         step_metrics.add(output, batch, clean)
         assert waits.count == 0
         bool(torch.ones(()))
-    assert waits.count == 1, "the watch works"
+    assert waits.count == 1, "waits are detected"
 
 
-def test_a_second_view_that_is_not_finite_counts_as_well() -> None:
+def test_a_second_view_that_is_not_finite_is_counted_too() -> None:
     step_metrics = StepMetrics("cpu")
     batch = make_batch(torch.tensor([0, 1, 0]), torch.tensor([1.0, 1.0, 0.0]))
     view2 = torch.tensor([[0.0, 1.0], [math.inf, 0.0], [math.nan, 0.0]])
     output = StepOutput(torch.tensor(1.0), torch.zeros(3, 2), torch.isfinite(view2).all(dim=1))
     bad = step_metrics.add(output, batch)
-    assert bad.tolist() == [False, True, False]  # the third does not count at all
+    assert bad.tolist() == [False, True, False]  # the third has weight 0
     assert metrics_of(step_metrics.take())["nonfinite"] == 1

@@ -16,14 +16,14 @@ def rows_of(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def test_the_worst_come_first_and_what_was_never_visited_does_not_come(tmp_path: Path) -> None:
+def test_suspects_are_sorted_by_score_and_samples_never_visited_are_omitted(tmp_path: Path) -> None:
     scores = np.array([0.5, -np.inf, 3.0, 3.0, 0.1], np.float32)
     flags = np.array([False, False, True, False, False])
     given, proposed = np.array([0, 1, 1, 0, 2]), np.array([0, 1, 2, 0, 2])
     readout = Readout(scores, flags, proposed, np.isfinite(scores))
     write_suspects(tmp_path / "all.csv", readout, given, ("cat", "a, dog", "owl"), 100)
     found = rows_of(tmp_path / "all.csv")
-    assert [int(row["index"]) for row in found] == [2, 3, 0, 4]  # equal ones by index
+    assert [int(row["index"]) for row in found] == [2, 3, 0, 4]  # ties are sorted by index
     assert found[0] == {
         "index": "2", "score": "3", "given": "1", "proposed": "2", "flagged": "1",
         "given_name": "a, dog", "proposed_name": "owl",

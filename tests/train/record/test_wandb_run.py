@@ -1,6 +1,6 @@
-"""W&B beside a run: the same numbers arrive, nothing secret does, and none of its failures is the run's.
+"""W&B logging: it gets the metrics of the run and no secrets, and its failures never stop the run.
 
-Each test has a process of its own with an empty home, because W&B keeps state in the process and in the home.
+Each test starts a new process with an empty home, because W&B keeps state in the process and in the home.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import pytest
 
 from sopdist.train.record.run_folder import METRICS, SUMMARY_JSON, WANDB_ID
 
-KEY = "0123456789abcdef" * 2 + "01234567"  # of the right form, and nobody's
+KEY = "0123456789abcdef" * 2 + "01234567"  # valid in form, but not a real key
 SECRETS = ("hunter2", "abc123", KEY)
 
-# The run_log of a short run. `trouble` is executed in the middle of it.
+# The run log of a short run. The argument `trouble` of `run` is code that is executed in the middle of it.
 RUN = """
 import logging, os, subprocess, signal, sys
 from pathlib import Path
@@ -64,7 +64,7 @@ def run(
 
 
 def warnings_of(result: subprocess.CompletedProcess[str]) -> list[str]:
-    """What was said besides the progress bar."""
+    """What was printed to stderr besides the progress bar."""
     return [line for line in result.stderr.replace("\r", "\n").splitlines() if "warned" in line or "wandb" in line]
 
 
@@ -73,7 +73,7 @@ def offline_runs(folder: Path) -> list[Path]:
 
 
 def records(path: Path, kind: str) -> list[Any]:
-    """What W&B's own reader finds in the file of an offline run."""
+    """The records of this kind that W&B's own reader finds in the file of an offline run."""
     wandb = Path(sys.executable).parent / "wandb"
     command = [str(wandb), "leet", "inspect", "--json", str(path)]
     output = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
@@ -89,7 +89,7 @@ def assert_no_secret_in(folder: Path, result: subprocess.CompletedProcess[str]) 
     assert not [secret for secret in SECRETS if secret in result.stdout + result.stderr]
 
 
-def test_without_a_login_the_numbers_are_in_an_offline_run_and_no_secret_is(tmp_path: Path) -> None:
+def test_without_a_login_the_metrics_are_in_an_offline_run_without_secrets(tmp_path: Path) -> None:
     result = run(tmp_path)
     assert warnings_of(result) == []
     (path,) = offline_runs(tmp_path)
@@ -113,7 +113,7 @@ def test_without_a_login_the_numbers_are_in_an_offline_run_and_no_secret_is(tmp_
     assert_no_secret_in(tmp_path, result)
 
 
-def test_a_resumed_run_goes_on_under_the_same_id(tmp_path: Path) -> None:
+def test_a_resumed_run_keeps_its_id(tmp_path: Path) -> None:
     run(tmp_path)
     run(tmp_path, start=10)
     ids = {records(path, "run")[0]["run_id"] for path in offline_runs(tmp_path)}
@@ -124,12 +124,14 @@ def test_a_resumed_run_goes_on_under_the_same_id(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "environment"), [({"wandb": "off"}, {}), ({"wandb": "auto"}, {"WANDB_MODE": "disabled"})]
 )
-def test_switched_off_it_leaves_no_trace(tmp_path: Path, settings: dict[str, Any], environment: dict[str, str]) -> None:
+def test_wandb_writes_nothing_when_it_is_off(
+    tmp_path: Path, settings: dict[str, Any], environment: dict[str, str]
+) -> None:
     assert warnings_of(run(tmp_path, environment, **settings)) == []
     assert not (tmp_path / "run" / "wandb").exists()
 
 
-def test_it_is_not_imported_when_it_is_off(tmp_path: Path) -> None:
+def test_wandb_is_not_imported_when_it_is_off(tmp_path: Path) -> None:
     result = run(tmp_path, trouble='print("imported:", "wandb" in sys.modules)', wandb="off")
     assert "imported: False" in result.stdout
 
@@ -144,7 +146,7 @@ def dead_server(request: pytest.FixtureRequest) -> Iterator[str]:
         yield f"http://127.0.0.1:{server.getsockname()[1]}"
 
 
-def test_logged_in_but_without_a_connection_it_goes_on_offline(tmp_path: Path, dead_server: str) -> None:
+def test_logged_in_but_without_a_connection_it_logs_offline(tmp_path: Path, dead_server: str) -> None:
     result = run(tmp_path, {"WANDB_BASE_URL": dead_server, "WANDB_API_KEY": KEY})
     (warning,) = warnings_of(result)
     assert "W&B cannot be reached, logging offline: " in warning
@@ -153,7 +155,7 @@ def test_logged_in_but_without_a_connection_it_goes_on_offline(tmp_path: Path, d
     assert_no_secret_in(tmp_path, result)
 
 
-def test_online_without_a_login_says_so_and_goes_on_offline(tmp_path: Path) -> None:
+def test_online_without_a_login_warns_and_logs_offline(tmp_path: Path) -> None:
     (warning,) = warnings_of(run(tmp_path, wandb="online"))
     assert "log.wandb = online, but W&B is not logged in (`wandb login`): logging offline" in warning
     assert len(offline_runs(tmp_path)) == 1
@@ -167,7 +169,7 @@ def test_offline_is_offline_even_with_a_key(tmp_path: Path) -> None:
     assert_no_secret_in(tmp_path, result)
 
 
-def test_settings_of_w_and_b_that_are_wrong_cost_one_warning(tmp_path: Path) -> None:
+def test_invalid_wandb_settings_cost_one_warning(tmp_path: Path) -> None:
     (warning,) = warnings_of(run(tmp_path, {"WANDB_MODE": "bogus"}))
     assert "W&B failed, the run continues without it: ValidationError" in warning
 
@@ -180,20 +182,20 @@ def test_a_package_that_cannot_be_imported_costs_one_warning(tmp_path: Path) -> 
     assert "W&B failed, the run continues without it: ImportError: no such library: libx.so" in warning
 
 
-def test_an_id_that_cannot_be_kept_costs_one_warning(tmp_path: Path) -> None:
+def test_an_id_that_cannot_be_saved_costs_one_warning(tmp_path: Path) -> None:
     (tmp_path / "run" / WANDB_ID).mkdir(parents=True)
     (warning,) = warnings_of(run(tmp_path))
     assert "W&B failed, the run continues without it: IsADirectoryError" in warning
 
 
-def test_a_place_where_it_cannot_write_does_not_stop_the_run(tmp_path: Path) -> None:
+def test_a_wandb_folder_that_cannot_be_written_costs_one_warning(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "wandb").write_text("a file where W&B wants a folder")
     (warning,) = warnings_of(run(tmp_path))
     assert "W&B failed, the run continues without it: NotADirectoryError" in warning
 
 
-def test_its_process_killed_in_the_middle_of_a_run_costs_one_warning(tmp_path: Path) -> None:
+def test_killing_the_wandb_process_during_a_run_costs_one_warning(tmp_path: Path) -> None:
     trouble = """
 listing = subprocess.run(["ps", "--ppid", str(os.getpid()), "-o", "pid=,args="], capture_output=True, text=True)
 (core,) = [int(line.split()[0]) for line in listing.stdout.splitlines() if "wandb-core" in line]

@@ -1,4 +1,4 @@
-"""A run that stopped and went on is the run that never stopped, on any number of ranks and with another engine."""
+"""A run that is stopped and resumed equals an uninterrupted one, on any number of ranks and with another engine."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ Train = Callable[..., Path]
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with shards, a config, and the run `whole` of three epochs that was never stopped."""
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with shards, a config, and the run `whole` of three epochs that was never interrupted."""
     return train_small_run(tmp_path_factory.mktemp("runs"), CONFIG)
 
 
 @pytest.fixture
-def train(place: Path, monkeypatch: pytest.MonkeyPatch) -> Train:
-    """Train in this process; the run's folder."""
+def train(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> Train:
+    """Train in this process and return the run folder."""
 
     def start(name: str, *overrides: str, resume: str = "none", code: int = 0) -> Path:
-        monkeypatch.chdir(place)
+        monkeypatch.chdir(workspace)
         assert run_config("small.yaml", [f"run.name={name}", *overrides], resume=resume) == code
-        return place / "runs" / name
+        return workspace / "runs" / name
 
     return start
 
@@ -59,12 +59,12 @@ def checkpoint(folder: Path, step: int) -> Path:
     return folder / "checkpoints" / f"step-{step:08d}"
 
 
-def record_of(folder: Path) -> dict[str, bytes]:
-    """The files of a run, but for the one that says who looks at it."""
+def files_of(folder: Path) -> dict[str, bytes]:
+    """The files of a run, without its lock file."""
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file() and path.name != LOCK}
 
 
-def assert_same_ending(one: Path, other: Path) -> None:
+def assert_same_final_state(one: Path, other: Path) -> None:
     """Network, optimizer and noise table, bit for bit."""
     for name in ("network", "optimizer"):
         found, wanted = (open_checkpoint(newest_checkpoint(run)).section(f"{name}/") for run in (one, other))
@@ -72,93 +72,93 @@ def assert_same_ending(one: Path, other: Path) -> None:
         assert all(torch.equal(found[key], wanted[key]) for key in wanted), name
     found, wanted = (table_in(newest_checkpoint(run)) for run in (one, other))
     assert all(torch.equal(found[key], wanted[key]) for key in wanted)
-    assert wanted["u"].abs().max() > 0.01  # there was something to lose
+    assert wanted["u"].abs().max() > 0.01  # otherwise equality would mean little
 
 
-def test_checkpoints_are_written_after_each_epoch_and_say_what_they_are_of(place: Path) -> None:
-    folders = complete_checkpoints(place / "runs" / "whole")
+def test_checkpoints_are_written_after_each_epoch_with_the_best_result_so_far(workspace: Path) -> None:
+    folders = complete_checkpoints(workspace / "runs" / "whole")
     assert [folder.name for folder in folders] == ["step-00000007", "step-00000014", "step-00000021"]
     for folder in folders:
         assert {path.name for path in folder.iterdir()} == {"rank-0-of-1.safetensors", "checkpoint.json", "complete"}
-    evals = lines_of(place / "runs" / "whole", "eval")
+    evals = lines_of(workspace / "runs" / "whole", "eval")
     assert [verify_checkpoint(folder).best for folder in folders] == [line["best"] for line in evals]
 
 
 @pytest.mark.parametrize("network", ["small_conv", "mlp"])
-def test_a_run_that_begins_from_a_checkpoint_goes_on_bit_for_bit(train: Train, place: Path, network: str) -> None:
+def test_a_run_that_starts_from_a_checkpoint_continues_bit_for_bit(train: Train, workspace: Path, network: str) -> None:
     """With a cosine schedule, and for the mlp with running batch statistics."""
-    whole = place / "runs" / "whole" if network == "small_conv" else train("whole-mlp", "model.name=mlp")
-    again = train(f"again-{network}", f"model.name={network}", resume=str(checkpoint(whole, STEPS)))
-    assert [line["step"] for line in lines_of(again)] == list(range(STEPS + 1, 3 * STEPS + 1))
-    assert [line["loss"] for line in lines_of(again)] == losses_of(whole)[STEPS:]
+    uninterrupted = workspace / "runs" / "whole" if network == "small_conv" else train("whole-mlp", "model.name=mlp")
+    resumed = train(f"resumed-{network}", f"model.name={network}", resume=str(checkpoint(uninterrupted, STEPS)))
+    assert [line["step"] for line in lines_of(resumed)] == list(range(STEPS + 1, 3 * STEPS + 1))
+    assert [line["loss"] for line in lines_of(resumed)] == losses_of(uninterrupted)[STEPS:]
     for kind, keys in (("eval", ("val/top1", "val/loss")), ("noise", ("auroc", "rate", "flagged"))):
-        found, wanted = lines_of(again, kind), lines_of(whole, kind)[1:]
+        found, wanted = lines_of(resumed, kind), lines_of(uninterrupted, kind)[1:]
         assert [[line[key] for key in keys] for line in found] == [[line[key] for key in keys] for line in wanted]
-    assert_same_ending(again, whole)
+    assert_same_final_state(resumed, uninterrupted)
 
 
 @pytest.mark.parametrize("stop", [STEPS, STEPS + 3])
-def test_a_run_that_stops_after_or_within_an_epoch_and_resumes_is_one_that_never_stopped(
+def test_a_run_that_stops_after_or_within_an_epoch_and_resumes_equals_an_uninterrupted_one(
     train: Train, stop: int
 ) -> None:
-    """With a constant rate: cosine ends where the run ends, so that max_steps would make another run of it."""
-    whole = train(f"constant-{stop}", "optim.schedule=constant", "train.epochs=2")
+    """With a constant learning rate: a cosine schedule ends where the run ends, so max_steps would change it."""
+    uninterrupted = train(f"constant-{stop}", "optim.schedule=constant", "train.epochs=2")
     constant = ("optim.schedule=constant", "train.epochs=2")
     stopped = train(f"stopped-{stop}", *constant, f"train.max_steps={stop}")
     assert len(losses_of(stopped)) == stop
-    again = train(f"stopped-{stop}", *constant, resume="auto")
-    assert again == stopped
-    assert losses_of(again) == losses_of(whole)
-    assert_same_ending(again, whole)
-    assert json.loads((again / "summary.json").read_text())["finished"] is True
+    resumed = train(f"stopped-{stop}", *constant, resume="auto")
+    assert resumed == stopped
+    assert losses_of(resumed) == losses_of(uninterrupted)
+    assert_same_final_state(resumed, uninterrupted)
+    assert json.loads((resumed / "summary.json").read_text())["finished"] is True
 
 
 def test_resuming_a_finished_run_does_nothing(train: Train, caplog: pytest.LogCaptureFixture) -> None:
     folder = train("finished", "train.epochs=1")
-    before = record_of(folder)
+    before = files_of(folder)
     with caplog.at_level(logging.INFO, "sopdist.train"):
-        train("finished", "train.epochs=1", "optim.lr=0.001", resume="auto")  # which it was not trained with
+        train("finished", "train.epochs=1", "optim.lr=0.001", resume="auto")  # not its learning rate
     assert "runs/finished is finished already: nothing to do" in caplog.text
-    assert record_of(folder) == before
+    assert files_of(folder) == before
     train("finished", "train.epochs=2", resume="auto")
     assert len(losses_of(folder)) == 2 * STEPS
 
 
 def test_a_config_that_ends_before_the_checkpoint_is_refused(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
     folder = train("long", "train.epochs=2")
-    before = record_of(folder)
+    before = files_of(folder)
     assert run_config("small.yaml", ["run.name=long", "train.epochs=1"], resume="auto") == 2
-    told = capsys.readouterr().err
-    assert f"was saved at step {2 * STEPS}, but with this config the run ends after {STEPS}" in told
-    assert record_of(folder) == before
+    stderr = capsys.readouterr().err
+    assert f"was saved at step {2 * STEPS}, but with this config the run ends after {STEPS}" in stderr
+    assert files_of(folder) == before
 
 
-def test_resuming_what_never_began_begins(train: Train) -> None:
+def test_resuming_a_run_that_does_not_exist_starts_it(train: Train) -> None:
     folder = train("fresh", "train.max_steps=2", resume="auto")
     assert len(losses_of(folder)) == 2
 
 
-@pytest.mark.parametrize(("slots", "told"), [(1, True), (8, False)])
+@pytest.mark.parametrize(("slots", "warns"), [(1, True), (8, False)])
 def test_entries_that_do_not_fit_into_the_slots_of_a_resumed_run_are_counted(
-    train: Train, place: Path, caplog: pytest.LogCaptureFixture, slots: int, told: bool
+    train: Train, workspace: Path, caplog: pytest.LogCaptureFixture, slots: int, warns: bool
 ) -> None:
-    begun = checkpoint(place / "runs" / "whole", 3 * STEPS)
+    resume_from = checkpoint(workspace / "runs" / "whole", 3 * STEPS)
     keys = ("method.layout=slots", f"method.slots={slots}", "train.epochs=3")
     with caplog.at_level(logging.WARNING, "sopdist.train"):
-        train(f"slots-{slots}", *keys, resume=str(begun))
-    rows = table_in(begun)
+        train(f"slots-{slots}", *keys, resume=str(resume_from))
+    rows = table_in(resume_from)
     start = NoiseTable(len(rows["v"]), rows["v"].shape[1], layout="dense", seed=0).v
     dropped = int(((rows["v"] != start).sum(1) - slots).clamp_min(0).sum())
-    assert (dropped > 0) == told
-    assert (f"{dropped:,} of the smallest ARE DROPPED; method.slots=..." in caplog.text) == told
-    assert ("ARE DROPPED" in caplog.text) == told
+    assert (dropped > 0) == warns
+    assert (f"{dropped:,} of the smallest ARE DROPPED; method.slots=..." in caplog.text) == warns
+    assert ("ARE DROPPED" in caplog.text) == warns
 
 
-def test_a_table_goes_on_in_the_other_layout(train: Train, place: Path) -> None:
-    begun = checkpoint(place / "runs" / "whole", STEPS)
-    again = train("slots", "method.layout=slots", resume=str(begun))
-    assert [line["loss"] for line in lines_of(again)] == losses_of(place / "runs" / "whole")[STEPS:]
-    found, wanted = (table_in(newest_checkpoint(folder)) for folder in (again, place / "runs" / "whole"))
+def test_a_table_is_resumed_in_the_other_layout(train: Train, workspace: Path) -> None:
+    resume_from = checkpoint(workspace / "runs" / "whole", STEPS)
+    resumed = train("slots", "method.layout=slots", resume=str(resume_from))
+    assert [line["loss"] for line in lines_of(resumed)] == losses_of(workspace / "runs" / "whole")[STEPS:]
+    found, wanted = (table_in(newest_checkpoint(folder)) for folder in (resumed, workspace / "runs" / "whole"))
     assert all(torch.equal(found[key], wanted[key]) for key in wanted)
 
 
@@ -176,27 +176,27 @@ def test_a_table_goes_on_in_the_other_layout(train: Train, place: Path) -> None:
         ("data.split=val data.labels=wrong", "samples: 61 there, 30 here"),
     ],
 )
-def test_a_checkpoint_of_another_run_is_refused_and_both_sides_are_named(
-    train: Train, place: Path, capsys: pytest.CaptureFixture[str], override: str, message: str
+def test_a_checkpoint_of_another_run_is_refused_with_both_values(
+    train: Train, workspace: Path, capsys: pytest.CaptureFixture[str], override: str, message: str
 ) -> None:
-    begun = checkpoint(place / "runs" / "whole", STEPS)
+    resume_from = checkpoint(workspace / "runs" / "whole", STEPS)
     name = "".join(filter(str.isalnum, override))
-    train(f"refused-{name}", *override.split(), resume=str(begun), code=1)
-    told = capsys.readouterr().err
-    assert f"{begun}: belongs to another run:" in told
-    assert message in told
-    assert "there, " in told
-    assert "start a new run with another run.name" in told
+    train(f"refused-{name}", *override.split(), resume=str(resume_from), code=1)
+    stderr = capsys.readouterr().err
+    assert f"{resume_from}: belongs to another run:" in stderr
+    assert message in stderr
+    assert "there, " in stderr
+    assert "start a new run with another run.name" in stderr
 
 
-def test_a_refused_resume_leaves_the_run_as_it_was(train: Train) -> None:
+def test_a_refused_resume_leaves_the_run_unchanged(train: Train) -> None:
     folder = train("left-alone", "train.epochs=1")
     before = {path: path.read_bytes() for path in folder.rglob("[!.]*") if path.is_file()}  # without the lock
     train("left-alone", "train.epochs=1", "model.name=mlp", resume="auto", code=1)
     assert {path: path.read_bytes() for path in folder.rglob("[!.]*") if path.is_file()} == before
 
 
-def test_going_back_puts_aside_what_came_after_and_that_is_found_under_its_new_name(train: Train) -> None:
+def test_going_back_sets_aside_later_checkpoints_which_can_still_be_resumed(train: Train) -> None:
     folder = train("back", "train.epochs=2", "checkpoint.keep=2")
     train("back", "train.epochs=2", "checkpoint.keep=2", "train.max_steps=9", resume=str(checkpoint(folder, STEPS)))
     assert [path.name for path in complete_checkpoints(folder)] == ["step-00000007", "step-00000009"]
@@ -209,11 +209,11 @@ def test_going_back_puts_aside_what_came_after_and_that_is_found_under_its_new_n
     assert [line["step"] for line in lines_of(folder)] == [*range(1, 10), 15]
 
 
-def test_a_checkpoint_of_another_run_does_not_go_on_in_a_folder_that_holds_a_run(
-    train: Train, place: Path, capsys: pytest.CaptureFixture[str]
+def test_a_checkpoint_of_another_run_is_refused_in_a_folder_that_contains_a_run(
+    train: Train, workspace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     train("taken", "train.max_steps=2")
-    train("taken", resume=str(checkpoint(place / "runs" / "whole", STEPS)), code=1)
+    train("taken", resume=str(checkpoint(workspace / "runs" / "whole", STEPS)), code=1)
     assert "belongs to another run, and runs/taken has checkpoints" in capsys.readouterr().err
 
 
@@ -227,7 +227,7 @@ def test_incomplete_checkpoints_are_ignored_and_removed_at_the_next_start(train:
     assert left == ["step-00000007", "step-00000009", "step-00000010"]
 
 
-def test_a_checkpoint_that_is_not_there_is_an_error_of_the_option(
+def test_a_missing_checkpoint_is_an_error_that_names_the_option(
     train: Train, capsys: pytest.CaptureFixture[str]
 ) -> None:
     train("nothing", resume="runs/nobody", code=1)
@@ -235,8 +235,8 @@ def test_a_checkpoint_that_is_not_there_is_an_error_of_the_option(
 
 
 @pytest.mark.parametrize("name", ["rank-0-of-1.safetensors", "checkpoint.json", "complete"])
-def test_auto_falls_back_to_the_one_before_a_damaged_checkpoint_and_says_so(
-    train: Train, place: Path, caplog: pytest.LogCaptureFixture, name: str
+def test_auto_falls_back_to_the_checkpoint_before_a_damaged_one_and_reports_it(
+    train: Train, workspace: Path, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
     folder = train(f"damaged-{name}", "train.max_steps=14", "optim.schedule=constant")
     newest = checkpoint(folder, 14)
@@ -246,23 +246,23 @@ def test_auto_falls_back_to_the_one_before_a_damaged_checkpoint_and_says_so(
     with caplog.at_level(logging.WARNING, "sopdist.train"):
         train(f"damaged-{name}", "optim.schedule=constant", resume="auto")
     assert "step-00000014 CANNOT BE USED, trying the one before" in caplog.text
-    assert str(newest.relative_to(place)) in caplog.text
+    assert str(newest.relative_to(workspace)) in caplog.text
     assert (folder / "checkpoints" / "step-00000014.damaged").is_dir()
     assert len(losses_of(folder)) == 3 * STEPS
 
 
-def test_a_damaged_checkpoint_that_was_asked_for_is_an_error(
-    train: Train, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_damaged_checkpoint_that_was_requested_is_an_error(
+    train: Train, workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     damaged = tmp_path / "step-00000007"
-    shutil.copytree(checkpoint(place / "runs" / "whole", STEPS), damaged)
+    shutil.copytree(checkpoint(workspace / "runs" / "whole", STEPS), damaged)
     file = damaged / "rank-0-of-1.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
     train("asked-for", resume=str(damaged), code=1)
     assert f"{file}: is damaged: it has" in capsys.readouterr().err
 
 
-def test_a_run_of_which_no_checkpoint_is_intact_does_not_begin_anew_in_silence(
+def test_a_run_without_an_intact_checkpoint_does_not_silently_start_from_scratch(
     train: Train, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = train("all-damaged", "train.epochs=2")
@@ -278,7 +278,7 @@ OLD_KEYS = {"method.name": "objective.name", "method.variant": "objective.varian
 
 
 def old_format(saved: Path, folder: Path) -> Path:
-    """A checkpoint as sopdist wrote them at first, with the content of one of today's."""
+    """Rewrite a checkpoint in format 1, with one file per kind of state."""
     folder.mkdir(parents=True)
     found = open_checkpoint(saved)
     save_file(found.network(), folder / "network.safetensors")
@@ -293,37 +293,37 @@ def old_format(saved: Path, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("network", ["small_conv", "mlp"])
-def test_a_checkpoint_of_the_first_format_goes_on(train: Train, place: Path, tmp_path: Path, network: str) -> None:
-    whole = place / "runs" / "whole" if network == "small_conv" else train("old-mlp", "model.name=mlp")
-    old = old_format(checkpoint(whole, STEPS), tmp_path / "step-00000007")
-    again = train(f"again-old-{network}", f"model.name={network}", resume=str(old))
-    assert [line["loss"] for line in lines_of(again)] == losses_of(whole)[STEPS:]
-    assert_same_ending(again, whole)
+def test_a_checkpoint_of_format_1_can_be_resumed(train: Train, workspace: Path, tmp_path: Path, network: str) -> None:
+    uninterrupted = workspace / "runs" / "whole" if network == "small_conv" else train("old-mlp", "model.name=mlp")
+    old = old_format(checkpoint(uninterrupted, STEPS), tmp_path / "step-00000007")
+    resumed = train(f"resumed-old-{network}", f"model.name={network}", resume=str(old))
+    assert [line["loss"] for line in lines_of(resumed)] == losses_of(uninterrupted)[STEPS:]
+    assert_same_final_state(resumed, uninterrupted)
 
 
-def test_a_checkpoint_that_lacks_rows_or_is_of_another_format_is_refused(
-    train: Train, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_checkpoint_without_rows_or_with_an_unknown_format_is_refused(
+    train: Train, workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    whole = checkpoint(place / "runs" / "whole", STEPS)
-    lacking = old_format(whole, tmp_path / "step-00000007")
-    (lacking / "noise-0-of-1.safetensors").unlink()
-    train("lacking", resume=str(lacking), code=1)
+    intact = checkpoint(workspace / "runs" / "whole", STEPS)
+    without_rows = old_format(intact, tmp_path / "step-00000007")
+    (without_rows / "noise-0-of-1.safetensors").unlink()
+    train("without-rows", resume=str(without_rows), code=1)
     assert "has no noise table" in capsys.readouterr().err
-    (lacking / "state.json").write_text("{")
-    train("torn", resume=str(lacking), code=1)
-    assert f"{lacking / 'state.json'}: cannot be read" in capsys.readouterr().err
+    (without_rows / "state.json").write_text("{")
+    train("torn", resume=str(without_rows), code=1)
+    assert f"{without_rows / 'state.json'}: cannot be read" in capsys.readouterr().err
     future = tmp_path / "future"
-    shutil.copytree(whole, future)
-    content = (whole / "checkpoint.json").read_text().replace('"format": 3', '"format": 99').encode()
+    shutil.copytree(intact, future)
+    content = (intact / "checkpoint.json").read_text().replace('"format": 3', '"format": 99').encode()
     (future / "checkpoint.json").write_bytes(content)
     (future / "complete").write_text(hashlib.sha256(content).hexdigest() + "\n")
     train("future", resume=str(future), code=1)
-    told = capsys.readouterr().err
-    assert "has format 99" in told
-    assert "the sopdist that wrote it" in told
+    stderr = capsys.readouterr().err
+    assert "has format 99" in stderr
+    assert "the sopdist that wrote it" in stderr
 
 
-def test_only_the_newest_checkpoints_are_kept_and_every_says_how_often(train: Train) -> None:
+def test_only_the_newest_checkpoints_are_kept_and_the_interval_is_configurable(train: Train) -> None:
     folder = train("kept", "checkpoint.keep=2", "train.epochs=4")
     assert [path.name for path in complete_checkpoints(folder)] == ["step-00000021", "step-00000028"]
     folder = train("seldom", "checkpoint.every=2", "train.epochs=3", "checkpoint.keep=9")
@@ -334,9 +334,9 @@ def test_only_the_newest_checkpoints_are_kept_and_every_says_how_often(train: Tr
 
 
 def test_a_checkpoint_that_cannot_be_written_costs_a_warning_not_the_run(
-    train: Train, place: Path, caplog: pytest.LogCaptureFixture
+    train: Train, workspace: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    folder = place / "runs" / "unlucky"
+    folder = workspace / "runs" / "unlucky"
     folder.mkdir()
     (folder / "checkpoints").write_text("in the way")
     with caplog.at_level(logging.WARNING, "sopdist.train"):
@@ -347,23 +347,23 @@ def test_a_checkpoint_that_cannot_be_written_costs_a_warning_not_the_run(
 
 
 @pytest.mark.long
-def test_a_run_goes_on_with_more_or_fewer_ranks_and_with_another_engine(place: Path) -> None:
-    """One rank, two ranks of DDP, ZeRO 1, three ranks, and back to one: an epoch each, as one rank alone."""
+def test_a_run_resumes_with_more_or_fewer_ranks_and_with_another_engine(workspace: Path) -> None:
+    """One rank, two ranks of DDP, ZeRO-1, three ranks, one rank: an epoch each, compared with one rank throughout."""
     keys = ["--cfg", "small.yaml", "train.epochs=6", "optim.schedule=constant"]
-    ended = run("python", [*keys, "run.name=constant"], place, 1)
+    ended = run("python", [*keys, "run.name=constant"], workspace, 1)
     assert ended.code == 0, ended.output
     zero = ("engine.kind=deepspeed", "engine.zero=1")
     stages = [("python", 1, ()), ("torchrun", 2, ()), ("torchrun", 2, zero), ("torchrun", 3, ()), ("python", 1, ())]
     for epoch, (launcher, ranks, more) in enumerate(stages, 1):
-        arguments = [*keys, "run.name=wanders", f"train.max_steps={epoch * STEPS}", *more, "--resume", "auto"]
-        ended = run(launcher, arguments, place, ranks)
+        arguments = [*keys, "run.name=switches", f"train.max_steps={epoch * STEPS}", *more, "--resume", "auto"]
+        ended = run(launcher, arguments, workspace, ranks)
         assert ended.code == 0, ended.output
-        written = newest_checkpoint(place / "runs" / "wanders")
+        written = newest_checkpoint(workspace / "runs" / "switches")
         assert written.name == f"step-{epoch * STEPS:08d}"
         assert len(list(written.glob(f"rank-*-of-{ranks}.safetensors"))) == ranks
-    whole, wandered = place / "runs" / "constant", place / "runs" / "wanders"
-    assert losses_of(wandered) == pytest.approx(losses_of(whole)[: 5 * STEPS], rel=1e-4)
-    found, wanted = table_in(newest_checkpoint(wandered)), table_in(checkpoint(whole, 5 * STEPS))
+    uninterrupted, switched = workspace / "runs" / "constant", workspace / "runs" / "switches"
+    assert losses_of(switched) == pytest.approx(losses_of(uninterrupted)[: 5 * STEPS], rel=1e-4)
+    found, wanted = table_in(newest_checkpoint(switched)), table_in(checkpoint(uninterrupted, 5 * STEPS))
     assert torch.equal(found["visits"], wanted["visits"])
     for name in ("u", "v"):
         torch.testing.assert_close(found[name], wanted[name], rtol=1e-3, atol=1e-5)
