@@ -91,3 +91,9 @@ def test_an_installed_package_plans_a_run_and_describes_its_config(python: Pytho
     )
     assert "66,000" in plan
     assert "data.root: " in python("-m", "sopdist", "train", "--help-config")
+
+
+def test_an_installed_package_trains_with_a_config_by_name(python: Python) -> None:
+    python("-m", "sopdist", "prepare", "digits", "--out", "shards/digits")
+    python("-m", "sopdist", "labels", "noise", "shards/digits/train", "symmetric", "--rate", "0.4")
+    assert "runs/demo is finished" in python("-m", "sopdist", "train", "--cfg", "demo", "train.max_steps=3")
