@@ -58,7 +58,7 @@ def write_noise(
     top: int = TOP,
     about: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write the saved table of all samples atomically.
+    """Write the saved table of all samples atomically. A table that still votes is written as it would start to act.
 
     labels: (N,) class indices, negative for no label; without them the columns `label` and `proposed` are omitted.
     about: stored in the file's metadata under the key `sopdist`, as JSON.
@@ -76,7 +76,7 @@ def write_noise(
         pa.field(name, lists.get(name) or pa.from_numpy_dtype(columns[name].dtype), metadata={"meaning": COLUMNS[name]})
         for name in names
     ]
-    schema = pa.schema(fields, metadata={"sopdist": json.dumps(dict(about or {}))})
+    schema = pa.schema(fields, metadata={"sopdist": json.dumps({**(about or {}), "provisional": saved.provisional})})
     with atomic_file(path) as file, parquet.ParquetWriter(file, schema, compression="zstd") as writer:
         for start in range(0, saved.num_samples, _GROUP_ROWS):
             part = slice(start, start + _GROUP_ROWS)
@@ -104,13 +104,14 @@ def columns_of(saved: SavedTable, labels: NDArray[Any] | None) -> dict[str, Any]
         "mean_margin": np.ma.masked_array(table.mean_margin.numpy(), ~visited),
         "visits": table.visits.numpy(),
         "flagged": saved.flags(known).numpy(),
-        "u": table.u.numpy(),
     }
     if labels is not None and known is not None:
         proposed = saved.proposed_labels(known).numpy()
         columns["label"] = np.ma.masked_array(labels.astype(np.int32), labels < 0)
         columns["proposed"] = np.ma.masked_array(proposed.astype(np.int32), labels < 0)
-    return columns
+    if table.voting:
+        table.act()
+    return columns | {"u": table.u.numpy()}
 
 
 def top_entries(state: Mapping[str, Tensor], top: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
@@ -120,6 +121,8 @@ def top_entries(state: Mapping[str, Tensor], top: int) -> tuple[NDArray[np.int32
     """
     table = _load_table(state, slots=top)
     assert table.classes is not None
+    if table.voting:
+        table.act()
     squares, order = table.v.square().sort(dim=1, descending=True, stable=True)  # a free slot holds 0
     classes = table.classes.gather(1, order)
     return classes.to(torch.int32).numpy(), squares.numpy()
@@ -128,7 +131,7 @@ def top_entries(state: Mapping[str, Tensor], top: int) -> tuple[NDArray[np.int32
 def _load_table(state: Mapping[str, Tensor], slots: int | None = None) -> NoiseTable:
     """Load the table in its own layout, or in the layout `slots` with the given number of slots."""
     try:
-        _, samples, classes, seed, first, stride, layout, width = (int(value) for value in state["meta"])
+        _, samples, classes, seed, first, stride, layout, width, *_ = (int(value) for value in state["meta"])
         if (first, stride) != (0, 1):
             raise ValueError(f"it holds only the rows of rank {first} of {stride}")
         table = NoiseTable(

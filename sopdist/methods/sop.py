@@ -38,6 +38,10 @@ class SOPSettings(MethodSettings):
     consistency: float = 0.0  # SOP+: weight of the agreement of two views; > 0 doubles the cost of the network
     balance: float = 0.0  # SOP+: weight of the balance between the classes
     variant: Literal["flow", "paper", "official"] = "flow"  # how a visit moves u and v
+    onset: Literal["auto", "never", "always"] | int = "always"  # when it starts to act: see docs/noise.md; or an epoch
+    target: float | None = (
+        None  # flow: weight of the pull towards what the table says; null: 0.5, or 0 with onset always
+    )
     visits: float | None = None  # flow: visits of steady disagreement after which a label is flagged; null: 4
     alpha_u: float | None = None  # paper: step of u in units of the learning rate; null: 10
     alpha_v: float | None = None  # paper: step of v in units of the learning rate; null: 10
@@ -102,8 +106,10 @@ class SOPMethod(Method):
         layout = self.settings.layout
         return choose_layout(samples, classes, self.settings.slots) if layout == "auto" else layout
 
-    def outlook(self, visits: float, lr: float) -> Outlook:
-        """After how many visits the table absorbs a label that is steadily contradicted."""
+    def outlook(self, visits: float, lr: float) -> Outlook | None:
+        """After how many visits the table absorbs a label that is steadily contradicted; nothing if it waits first."""
+        if self.settings.onset != "always":
+            return None
         rates = self.settings.rates(lr)
         forecast = Forecast(rates.visits_to_activate(), visits, rates)
         return Outlook(None if math.isinf(forecast.visits) else forecast.visits, visits, str(forecast))
@@ -123,6 +129,8 @@ class SOPMethod(Method):
                 variant=settings.variant,
                 **{key: getattr(settings, key) for key in _RATES},
                 batch_size=settings.lr_batch,
+                onset=settings.onset,
+                target=settings.target,
                 layout=settings.layout,
                 slots=settings.slots,
                 seed=setup.seed,
@@ -173,6 +181,15 @@ class SOPMethod(Method):
         """The noise table."""
         return {"noise": self.sop.table}
 
+    def state_dict(self) -> dict[str, Tensor]:
+        """What the decision about the onset depends on."""
+        return {"onset": self.sop.onset_state()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Checkpoints of earlier versions have none: their table always acted."""
+        if "onset" in state:
+            self.sop.load_onset_state(state["onset"])
+
     def fingerprint(self) -> dict[str, Any]:
         """The update rule. The layout may change: tables are converted."""
         return {"variant": self.settings.variant}
@@ -186,6 +203,8 @@ class SOPMethod(Method):
         active = int(sop.active().sum())
         evictions, evicted = sop.evictions()
         metrics = {"active_rows": active, "evictions": evictions, "largest_evicted": evicted}
+        if sop.onset is not None:
+            metrics["onset"] = sop.onset
         return Readout(scores, flags, proposed, visited, metrics)
 
     def exchange_stats(self) -> ExchangeStats:

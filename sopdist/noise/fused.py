@@ -24,10 +24,13 @@ class FusedLoss(torch.autograd.Function):
         keep: Tensor | None,
         eps: float,
         reclip: bool,
+        target: float,
         kernels: Any,
     ) -> tuple[Tensor, ...]:
         """Return the loss of each sample (B,), and the columns of its facts."""
-        result: LossResult = kernels.fused_loss(logits, labels, index, block, keep, eps=eps, reclip=reclip)
+        result: LossResult = kernels.fused_loss(
+            logits, labels, index, block, keep, eps=eps, reclip=reclip, target=target
+        )
         ctx.save_for_backward(result.gradient, result.scale)
         ctx.dtype = logits.dtype
         ctx.mark_non_differentiable(*result.facts)
@@ -39,4 +42,4 @@ class FusedLoss(torch.autograd.Function):
         """Return the gradient of the logits."""
         gradient, scale = ctx.saved_tensors
         # Scale in float32 before rounding to the logits' type: under loss scaling, float16 would underflow otherwise.
-        return (gradient * (grad * scale)[:, None]).to(ctx.dtype), *(None,) * 7
+        return (gradient * (grad * scale)[:, None]).to(ctx.dtype), *(None,) * 8

@@ -11,6 +11,10 @@ for u, h = 1 where the predicted class is not the label. q is the square of the 
     official  v <- v + 4 lr_v/B v (h - v^2)                    an entry stops once its square exceeds 1
               u <- u + 2 lr_u/B u (pull - 2 (1 - h + u^2 - 1))
 
+Before the onset of memorisation (`onset`), u and v only count votes, by the margin |p_y - the largest other p|:
+
+    votes     v_k <- v_k + h margin            u <- u + (1 - h) margin
+
 The initial values are about 1e-8, so logit(q) of an entry must grow by ln(1e16) = 36.8 before q reaches 1/2.
 """
 
@@ -23,8 +27,13 @@ from typing import Any, Literal, NamedTuple
 
 from .counter import INITIAL_STD
 
-Rule = Literal["flow", "paper", "official"]
-RULES: tuple[Rule, ...] = ("flow", "paper", "official")  # compiled kernels get the position of a rule in this tuple
+Rule = Literal["flow", "paper", "official", "votes"]
+RULES: tuple[Rule, ...] = (
+    "flow",
+    "paper",
+    "official",
+    "votes",
+)  # compiled kernels get the position of a rule in this tuple
 
 _SMALLEST_FLOAT32 = 2.0**-126
 _LOGIT_TO_ACTIVE = -2 * math.log(INITIAL_STD)  # from q = 1e-16 to q = 1/2
@@ -37,6 +46,8 @@ class Step(NamedTuple):
     v: float  # flow: T            paper, official: 4 x step of v
     u: float  # flow: exp(-T)      paper, official: 2 x step of u
 
+
+VOTES = Step("votes", 0.0, 0.0)
 
 # Within these bounds an entry whose class was never predicted keeps its bits, in every variant.
 _FEWEST_VISITS, _LARGEST_RATE = 0.01, 1e6

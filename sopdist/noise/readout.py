@@ -43,9 +43,16 @@ class Readout:
         """(N,) bool: the sample was visited at least once."""
         return self._gather(self.table.visits) > 0
 
+    @property
+    def provisional(self) -> bool:
+        """Whether the table does not act yet: flags are those it would start with, and nothing is proposed."""
+        return self.table.voting
+
     def active(self) -> Tensor:
         """(N,) bool: the table affects the loss of this sample: u^2 or some v_k^2 exceeds 0.01."""
         self._flush()
+        if self.table.voting:
+            return self._gather(torch.zeros_like(self.table.visits, dtype=torch.bool))
         size = torch.maximum(self.table.strongest()[0], self.table.u.square())
         return self._gather(size > _ACTIVE)
 
@@ -63,15 +70,19 @@ class Readout:
         """(N,) bool: the label is absorbed by the noise term, in favour of some class k: v_k^2 > 1 - u^2.
 
         Pass the current labels (N,) if some were changed during training. The entry of a class that has since become
-        the label is then ignored.
+        the label is then ignored. Before the onset (`provisional`): the votes of its visits contradict the label.
         """
         return self._flagged(labels)[0]
 
     def proposed_labels(self, labels: Tensor) -> Tensor:
         """The given labels of all samples (N,), with each flagged label replaced by the class of its largest v^2.
 
-        Review the proposals: where few labels are wrong, accepting all of them makes the labels worse.
+        Review the proposals: where few labels are wrong, accepting all of them makes the labels worse. Before the onset
+        (`provisional`) there are none.
         """
+        if self.provisional:
+            check_labels(labels, self.table)
+            return labels.clone()
         flagged, instead = self._flagged(labels)
         return torch.where(flagged, instead, labels.to(instead.device, torch.int64)).to(labels.dtype)
 
@@ -89,6 +100,9 @@ class Readout:
             check_labels(labels, self.table)
             labels = labels.to(self.table.u.device, torch.int64)[self.table.first :: self.table.stride]
         self._flush()
+        if self.table.voting:
+            contradicted, class_ = self.table.votes()
+            return self._gather(contradicted), self._gather(class_)
         square, class_ = self.table.strongest(labels)
         flagged = square > (1 - self.table.u.square()).clamp_min(_ACTIVE)
         return self._gather(flagged), self._gather(class_)

@@ -8,6 +8,9 @@ A row holds u, v, and the running means of the sample's loss and margin over its
             dense table bit for bit. After that, the entry with the smallest |v| is evicted; `evictions` (R,) counts
             evictions, and `evicted` (R,) is the largest evicted v^2.
 
+Until the onset of memorisation the table is `voting`: v_k and u then hold votes for class k and for the label. `act`
+turns the votes into the noise terms to start from.
+
 This file stores values. It does not know how they change (`kernels/`) or what they mean for a loss (`sop.py`).
 """
 
@@ -28,6 +31,9 @@ DEFAULT_SLOTS = 8
 
 # `auto` chooses dense, which is always exact, up to this size, or if slots would not be smaller.
 AUTO_DENSE_BYTES = 256 * 2**20
+
+_SMALLEST_VOTE = 1e-6  # more than any initial value
+START = 0.9909705  # u and v of a label that the votes contradict: u^2 = v^2 = 0.982, a logit of 4
 
 _CHUNK_ENTRIES = 1 << 22  # entries of v per chunk when a full table is converted or summarised
 
@@ -97,6 +103,7 @@ class NoiseTable(SampleTable):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__(num_samples, num_classes, seed=seed, first=first, stride=stride)
+        self._voting = False
         check_integer("slots", slots, minimum=1)
         if layout not in ("auto", *saved_table.LAYOUTS):
             raise ValueError(f"layout must be 'auto', 'dense' or 'slots', got {layout!r}")
@@ -124,7 +131,49 @@ class NoiseTable(SampleTable):
         # Samples that were ignored: [weight 0 or out of range, logits not finite].
         self.register_buffer("skipped", torch.zeros(2, dtype=torch.int64, device=device))
         layout_and_slots = saved_table.LAYOUTS.index(self.layout), self.slots if self.layout == "slots" else 0
-        self.register_meta(saved_table.FORMAT_VERSION, *layout_and_slots, device=device)
+        self.register_meta(saved_table.FORMAT_VERSION, *layout_and_slots, 0, device=device)
+
+    @property
+    def voting(self) -> bool:
+        """Whether u and v still count votes."""
+        return self._voting
+
+    @voting.setter
+    def voting(self, value: bool) -> None:
+        self._voting = value
+        self.meta[saved_table.VOTING] = int(value)
+
+    def act(self) -> None:
+        """End the vote: rows whose votes contradict the label start with the noise term for that class, others at 0."""
+        assert self.voting
+        for part in self.parts():
+            self._act(part)
+        self.voting = False
+
+    def _act(self, part: slice) -> None:
+        contradicted, class_ = self._vote(part)
+        samples = self.samples_of(part)
+        self.u[part] = initial_u(self.seed, samples).where(~contradicted, START)
+        if self.classes is None:
+            fill_initial_v(self.v[part], self.seed, samples)
+            rows = contradicted.nonzero()[:, 0]
+            self.v[part][rows, class_[rows]] = START
+        else:
+            self.v[part], self.classes[part] = 0, saved_table.FREE
+            self.v[part, 0] = torch.where(contradicted, START, 0.0)
+            self.classes[part, 0] = class_.where(contradicted, saved_table.FREE).to(self.classes.dtype)
+
+    def votes(self) -> tuple[Tensor, Tensor]:
+        """While voting: whether the votes contradict the label of each row, and in favour of which class, (R,) each."""
+        parts = [self._vote(part) for part in self.parts()]
+        return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+
+    def _vote(self, part: slice) -> tuple[Tensor, Tensor]:
+        most, class_ = self.v[part].max(dim=1)  # the lowest class on ties
+        if self.classes is not None:
+            tied = (self.v[part] == most[:, None]) & (self.classes[part] != saved_table.FREE)
+            class_ = self.classes[part].to(torch.int64).where(tied, self.num_classes).min(dim=1).values
+        return most > self.u[part].clamp_min(_SMALLEST_VOTE), class_
 
     def extra_repr(self) -> str:
         """One line for `print(model)`."""

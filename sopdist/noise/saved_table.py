@@ -18,11 +18,12 @@ from .counter import fill_initial_v
 if TYPE_CHECKING:
     from .rows import Layout, NoiseTable
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # format 1 has no `voting`, and is read as well
 FREE = -1  # class index of a free slot
 LAYOUTS: tuple[Layout, ...] = ("dense", "slots")
 
-_META = (*META, "layout", "slots")
+_META = (*META, "layout", "slots", "voting")
+VOTING = _META.index("voting")
 _COLUMNS = {
     "u": torch.float32,
     "v": torch.float32,
@@ -37,8 +38,9 @@ KEYS = frozenset({"meta", _COUNTS, *_COLUMNS, *_SLOT_COLUMNS})
 
 def load(table: NoiseTable, found: Mapping[str, Tensor]) -> None:
     """Load a saved table of either layout into `table`. ValueError if it does not match; `table` is then unchanged."""
-    layout = _check(table, found)
+    layout, voting = _check(table, found)
     with torch.no_grad():
+        table.voting = voting
         for name in {_COUNTS, *_COLUMNS} - {"v"}:
             getattr(table, name).copy_(found[name])
         v, classes = found["v"].to(table.v.device), found.get("classes") if layout == "slots" else None
@@ -51,13 +53,18 @@ def load(table: NoiseTable, found: Mapping[str, Tensor]) -> None:
             _read_into_slots(table, v, classes, found)
 
 
-def _check(table: NoiseTable, found: Mapping[str, Tensor]) -> Layout:
-    """Return the layout of the saved table. ValueError unless it has the same samples, classes and seed as `table`."""
+def _check(table: NoiseTable, found: Mapping[str, Tensor]) -> tuple[Layout, bool]:
+    """Return the layout of the saved table, and whether it was voting.
+
+    ValueError unless it has the same samples, classes and seed as `table`.
+    """
     saved = dict(zip(_META, (int(x) for x in found["meta"].flatten()), strict=False))
-    if saved.get("format") != FORMAT_VERSION:
-        wrote = f"it has format {saved.get('format')}, this sopdist reads {FORMAT_VERSION}"
+    if saved.get("format") == 1:
+        saved["voting"] = 0
+    elif saved.get("format") != FORMAT_VERSION:
+        wrote = f"it has format {saved.get('format')}, this sopdist reads 1 to {FORMAT_VERSION}"
         raise ValueError(f"{wrote}: load it with the version of sopdist that wrote it")
-    if len(saved) != len(_META) or saved["layout"] not in range(len(LAYOUTS)):
+    if len(saved) != len(_META) or saved["layout"] not in range(len(LAYOUTS)) or saved["voting"] not in (0, 1):
         raise ValueError("its `meta` is damaged")
     here = dict(zip(_META, table.meta.tolist(), strict=True))
     keys = ("num_samples", "num_classes", "seed", "first", "stride")
@@ -88,7 +95,7 @@ def _check(table: NoiseTable, found: Mapping[str, Tensor]) -> Layout:
             raise ValueError(f"'classes' ranges from {low:g} to {high:g}, outside -1 to {table.num_classes - 1}")
     if layout == "slots":
         _check_slots(found["classes"], found["v"])
-    return layout
+    return layout, bool(saved["voting"])
 
 
 def _range(column: Tensor) -> tuple[float, float]:

@@ -24,6 +24,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
@@ -33,13 +34,16 @@ from .checks import check_batch, check_prior, check_values, check_weight
 from .fused import FusedLoss
 from .kernels import DROPPED, Facts, Kernels, choose_kernels
 from .kernels.facts import from_wire, to_wire
+from .onset import Setting
 from .plus import as_share_of_all, balance_term, consistency_term, weighted_prediction
-from .rates import Forecast, InactiveTableWarning, Paper, Step, make_rates
+from .rates import VOTES, Forecast, InactiveTableWarning, Paper, Step, make_rates
 from .readout import Readout
 from .rows import DEFAULT_SLOTS, NoiseTable, RowBlock
+from .windows import Windows
 
 # With a smaller eps, an initial v^2 could change p - v^2, and slots would no longer equal dense bit for bit.
 SMALLEST_EPS = 1e-6
+DEFAULT_TARGET = 0.5
 
 
 class SOP(Readout, nn.Module):
@@ -54,6 +58,11 @@ class SOP(Readout, nn.Module):
         visits: for "flow": visits of steady disagreement until a label is absorbed by the noise term (default 4).
         alpha_u, alpha_v, tau: for "paper" (default 10, 10, 0.02). Assign to `sop.tau` when the learning rate changes.
         lr_u, lr_v, batch_size: for "official" (default 1, 10, 128).
+        onset: when the table starts to act. "auto": once the run shows that the network memorises labels; before that
+            the loss is exactly cross-entropy, and the rows only count votes (see docs/noise.md). "always": from the
+            first visit. "never", or after a number of epochs (visits of every sample). Default: "always".
+        target: weight of a term that pulls the prediction towards what the table says, once it acts: the label, or the
+            class in whose favour it was flagged. Default: 0.5, or 0 if `onset` is "always". For "flow".
         layout: "dense" stores v of all classes, "slots" only the entries that have changed; "auto" chooses by size.
         slots: maximum number of entries per row in the layout "slots".
         seed: seed of the table's initial values.
@@ -88,6 +97,8 @@ class SOP(Readout, nn.Module):
         lr_u: float | None = None,
         lr_v: float | None = None,
         batch_size: int | None = None,
+        onset: Setting = "always",
+        target: float | None = None,
         layout: Literal["auto", "dense", "slots"] = "auto",
         slots: int = DEFAULT_SLOTS,
         seed: int = 0,
@@ -108,7 +119,8 @@ class SOP(Readout, nn.Module):
         if process_group is not None and ranks > 1:
             table = {"num_samples": num_samples, "num_classes": num_classes, "layout": layout, "slots": slots}
             terms = {"consistency": consistency, "balance": balance, "eps": eps, "reduction": reduction}
-            more = {"seed": seed, "variant": variant, "prior": None if prior is None else prior.tolist()}
+            more: dict[str, Any] = {"onset": onset, "target": target, "seed": seed, "variant": variant}
+            more["prior"] = None if prior is None else prior.tolist()
             check_same_on_all_ranks(process_group, "SOP", {**table, **given, **terms, **more})
         self.rates = make_rates(variant, {name: value for name, value in given.items() if value is not None})
         self.table = NoiseTable(
@@ -130,6 +142,17 @@ class SOP(Readout, nn.Module):
         if (consistency or balance) and reduction == "none":
             raise ValueError("consistency and balance are computed over the batch: they need reduction='mean' or 'sum'")
         self.consistency, self.balance = consistency, balance
+        if variant != "flow" and onset != "always":
+            raise ValueError(
+                f"onset={onset!r} belongs to variant='flow'; variant={variant!r} acts from the first visit"
+            )
+        self._windows = Windows(num_samples, onset, device)
+        self.table.voting = onset != "always"
+        self.target = (0.0 if onset == "always" else DEFAULT_TARGET) if target is None else target
+        if not (math.isfinite(self.target) and self.target >= 0) or (self.target and variant != "flow"):
+            raise ValueError(f"target must be a finite number >= 0, and 0 unless variant='flow'; got {target!r}")
+        self.register_state_dict_pre_hook(lambda *_: self.onset_state())
+        self.register_load_state_dict_post_hook(lambda *_: self.load_onset_state(self._windows.state))
         self.reduction, self.validate = reduction, validate
         self._warned = self._prefetches = False
         self.register_buffer("prior", check_prior(prior, balance, num_classes, device), persistent=False)
@@ -145,6 +168,11 @@ class SOP(Readout, nn.Module):
     def skipped(self) -> Tensor:
         """Number of samples that were skipped: [weight 0 or out of range, logits not finite]."""
         return self.table.skipped
+
+    @property
+    def onset(self) -> int | None:
+        """After how many epochs the table started to act: 0 = from the first visit, None = not yet."""
+        return None if self.table.voting else self._windows.gate.opened or 0
 
     @property
     def tau(self) -> float:
@@ -212,7 +240,8 @@ class SOP(Readout, nn.Module):
             seen = torch.isfinite(logits2).all(dim=1)
             keep = seen if wanted is None else wanted & seen
 
-        step = self.rates.step()
+        self._end_window()
+        step = VOTES if self.table.voting else self.rates.step()
         kernels = choose_kernels(logits.device, logits.dtype)
         losses, facts = self._losses(logits, labels, index, keep, step, kernels)
         counts = facts.predicted != DROPPED
@@ -249,24 +278,54 @@ class SOP(Readout, nn.Module):
         if not len(index):
             losses = logits.to(torch.promote_types(logits.dtype, torch.float32)).sum(1)
             return losses, Facts(index, *(torch.zeros_like(index, dtype=torch.float32) for _ in range(3)))
-        losses, *columns = FusedLoss.apply(
-            logits, labels, rows, block, keep, self.eps, step.rule == "official", kernels
-        )
+        reclip, target = step.rule == "official", self.target
+        if self.table.voting:
+            with torch.no_grad():
+                found = kernels.fused_loss(logits, labels, rows, block, keep, eps=self.eps, reclip=False, target=0.0)
+            if self.training and torch.is_grad_enabled():
+                self._windows.add(found)
+            return _cross_entropy(logits, labels, found.facts.predicted != DROPPED), found.facts
+        losses, *columns = FusedLoss.apply(logits, labels, rows, block, keep, self.eps, reclip, target, kernels)
         return losses, Facts(*columns)
+
+    def _end_window(self) -> None:
+        """After one visit per sample, decide whether the table starts to act. Waits for the device only then."""
+        if not self.table.voting or (self.exchange is not None and not self.exchange.idle):
+            return
+        if self._windows.gate.setting == "always" or (self._windows.complete and self._windows.end(self._sum)):
+            self.table.act()
+
+    def _count(self, samples: int) -> None:
+        if self.table.voting:
+            self._windows.count(samples)
+
+    def _sum(self, values: Tensor) -> Tensor:
+        return values if self.exchange is None else self.exchange.sum(values)
+
+    def onset_state(self) -> Tensor:
+        """What the decision about the onset depends on, as numbers that are saved. With a process group, collective."""
+        return self._windows.save(self._sum)
+
+    def load_onset_state(self, state: Tensor) -> None:
+        """Take over what `onset_state` returned, on any number of ranks."""
+        self._windows.load(state, first_rank=self.table.first == 0)
 
     def _update(self, labels: Tensor, index: Tensor, facts: Facts, step: Step, kernels: Kernels) -> None:
         """Apply the facts to the rows of the samples, or send them to the ranks that own the rows."""
         if self.exchange is None:
             if len(index):
                 kernels.update_rows(self.table, index, labels, facts, step)
+            self._count(len(index))
             return
 
         def apply(rows: Tensor, columns: list[Tensor]) -> None:
             if len(rows):
                 kernels.update_rows(self.table, rows, *from_wire(columns), step)
 
+        before = self.exchange.samples
         if self.exchange.give(to_wire(labels, facts), apply) and not self._prefetches:
             self.exchange.flush()
+        self._count(self.exchange.samples - before)
 
     def prefetch(self, parts: Sequence[NDArray[np.int64]]) -> None:
         """With a process group: start to send the rows of the next batch, given the sample indices of each rank.
@@ -281,9 +340,13 @@ class SOP(Readout, nn.Module):
             self.exchange.prefetch(parts)
 
     def flush(self) -> None:
-        """With a process group and `prefetch`: wait for pending facts, and update the rows that this rank owns."""
+        """With a process group and `prefetch`: wait for pending facts, and update the rows that this rank owns.
+
+        At the end of an epoch this also decides whether the table starts to act, as the next `sop(...)` would.
+        """
         if self.exchange is not None:
             self.exchange.flush()
+        self._end_window()
 
     def _plus_terms(
         self, logits: Tensor, logits2: Tensor | None, counts: Tensor, share: Tensor, total: Tensor
@@ -337,6 +400,12 @@ class SOP(Readout, nn.Module):
         if not forecast.activates:
             warnings.warn(str(forecast), InactiveTableWarning, stacklevel=stacklevel)
         return forecast
+
+
+def _cross_entropy(logits: Tensor, labels: Tensor, counts: Tensor) -> Tensor:
+    """Plain cross-entropy of each sample, (B,), with 0 for those that do not count: torch's own, bit for bit."""
+    z = logits if logits.dtype == torch.float64 else logits.float()
+    return F.cross_entropy(z.where(counts[:, None], 0), labels, reduction="none").where(counts, 0)
 
 
 def _rank_and_ranks(group: dist.ProcessGroup | None) -> tuple[int, int]:

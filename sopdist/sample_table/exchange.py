@@ -45,6 +45,7 @@ class Route:
     from_owner: list[int]  # how many of my samples each rank owns
     rows: Tensor  # rows of my table that are needed, sorted by the rank that needs them
     to_rank: list[int]  # how many of them each rank needs
+    samples: int  # of the batch, over all ranks
 
 
 def planned_route(parts: Sequence[NDArray[np.int64]], rank: int, device: torch.device) -> Route:
@@ -59,6 +60,7 @@ def planned_route(parts: Sequence[NDArray[np.int64]], rank: int, device: torch.d
         np.bincount(owner, minlength=ranks).tolist(),
         torch.from_numpy(batch[mine] // ranks).to(device),
         np.bincount(reader[mine], minlength=ranks).tolist(),
+        len(batch),
     )
 
 
@@ -102,6 +104,12 @@ class Exchange:
         self._unapplied: tuple[Route, Tensor, list[Tensor], dist.Work, Update] | None = None
         self._clock = _Waits(on_gpu=table.device.type == "cuda")
         self._sent_bytes = 0
+        self.samples = 0  # of all batches whose facts were given so far, over all ranks
+
+    @property
+    def idle(self) -> bool:
+        """Whether no rows are on their way or wait for their facts."""
+        return not self._batches
 
     # -- rows ----------------------------------------------------------------------------------------------------------
 
@@ -152,6 +160,7 @@ class Exchange:
         self.flush()
         columns = [torch.cat(column) for column in zip(*batch.facts, strict=True)]
         route = batch.route
+        self.samples += route.samples
         arrived, work = self._all_to_all(_pack(columns)[route.order], route.to_rank, route.from_owner)
         self._unapplied = (route, arrived, columns, work, update)
         return True
@@ -195,12 +204,13 @@ class Exchange:
         owner = index % self.ranks
         ordered, order = owner.sort(stable=True)
         counts = torch.bincount(ordered, minlength=self.ranks)
-        asked = torch.empty_like(counts)
-        self._clock.wait(dist.all_to_all_single(asked, counts, group=self.group, async_op=True))
-        from_owner, to_rank = counts.tolist(), asked.tolist()
+        mine = torch.stack([counts, torch.full_like(counts, len(index))], dim=1)  # (ranks, 2)
+        asked = torch.empty_like(mine)
+        self._clock.wait(dist.all_to_all_single(asked, mine, group=self.group, async_op=True))
+        from_owner, (to_rank, lengths) = counts.tolist(), asked.T.tolist()
         samples, work = self._all_to_all(index[order], to_rank, from_owner)
         self._clock.wait(work)
-        self._send_rows(Route(order, from_owner, samples // self.ranks, to_rank))
+        self._send_rows(Route(order, from_owner, samples // self.ranks, to_rank, sum(lengths)))
 
     def _send_rows(self, route: Route) -> None:
         packed = _pack([column[route.rows] for column in self.table.sent_columns()])

@@ -109,7 +109,7 @@ def test_show_counts_the_tensors_of_a_checkpoint(sopdist: Sopdist, workspace: Pa
     assert about["noise"] | {"flagged": 0} == {
         "layout": "slots", "slots": 7, "samples": SAMPLES, "classes": 7, "visited": SAMPLES, "flagged": 0,
         "active": noise["active_rows"], "estimated_rate": pytest.approx(noise["rate"]), "evictions": 0,
-        "largest_evicted": 0.0,
+        "largest_evicted": 0.0, "acts": True,
     }  # fmt: skip
 
 

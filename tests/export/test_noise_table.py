@@ -123,7 +123,7 @@ def test_the_metadata_explains_the_columns_and_the_origin(tmp_path: Path) -> Non
     sop, labels, _ = learned("slots")
     write_noise(tmp_path / "n.parquet", sop.table.state_dict(), labels.numpy(), about={"step": 7})
     schema = parquet.read_schema(tmp_path / "n.parquet")
-    assert json.loads(schema.metadata[b"sopdist"]) == {"step": 7}
+    assert json.loads(schema.metadata[b"sopdist"]) == {"step": 7, "provisional": False}
     for field in schema:
         assert field.metadata[b"meaning"].decode() == COLUMNS[field.name]
 

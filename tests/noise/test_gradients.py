@@ -38,6 +38,14 @@ def make(variant: str, u: Tensor, v: Tensor, **more: object) -> SOP:
     return sop
 
 
+def target_term(z: Tensor, u: Tensor, v: Tensor, labels: Tensor) -> Tensor:
+    """log(1 - <p, t>) of each sample, with t = 1 - u^2 at the label and v^2 elsewhere."""
+    y = oracle.one_hot(labels, v.shape[1])
+    square = v.double().square()
+    t = (1 - u.double().square())[:, None] * y + square.where(square > 1e-12, 0) * (1 - y)
+    return (1 - (z.softmax(1) * t).sum(1).clamp_max(1 - 1e-4)).log()
+
+
 def check_all(variant: str, z: Tensor, labels: Tensor, u: Tensor, v: Tensor) -> None:
     sop = make(variant, u, v)
     index = torch.arange(len(u))
@@ -62,6 +70,21 @@ def check_all(variant: str, z: Tensor, labels: Tensor, u: Tensor, v: Tensor) -> 
 )
 def test_gradients_agree_with_autograd(variant: str, seed: int, batch: int, classes: int, scale: float) -> None:
     check_all(variant, *random_case(seed, batch, classes, scale))
+
+
+@given(seed=st.integers(0, 10**6), batch=st.integers(1, 6), classes=st.integers(2, 40), scale=st.sampled_from([0.1, 5]))
+def test_the_target_term_agrees_with_autograd(seed: int, batch: int, classes: int, scale: float) -> None:
+    z, labels, u, v = random_case(seed, batch, classes, scale)
+    sop = make("flow", u, v, target=0.7)
+    plain = oracle.gradients(z, u, v, labels, sop.eps, "flow")
+    logits, again = (z.double().requires_grad_() for _ in range(2))
+    term = 0.7 * target_term(again, u, v, labels)
+    term.sum().backward()
+    losses = sop(logits, labels, torch.arange(batch))
+    losses.sum().backward()
+    assert again.grad is not None
+    torch.testing.assert_close(losses.detach(), plain["losses"] + term.detach(), rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(logits.grad, plain["logits"] + again.grad, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("variant", SETTINGS)

@@ -17,10 +17,10 @@ from sopdist import SOP
 from sopdist.noise.kernels import choose_kernels, native_kernels, reference, triton_kernels
 from sopdist.noise.kernels.facts import DROPPED, Facts
 from sopdist.noise.kernels.triton_loss import ONE_TILE
-from sopdist.noise.rates import Flow, Official, Paper, Rates
+from sopdist.noise.rates import VOTES, Flow, Official, Paper, Step
 from sopdist.noise.rows import NoiseTable
 
-RULES: list[Rates] = [Flow(4), Paper(30, 300, 0.02), Official(100, 300, 128)]
+RULES: list[Step] = [Flow(4).step(), Paper(30, 300, 0.02).step(), Official(100, 300, 128).step(), VOTES]
 LAYOUTS = ("dense", "slots")
 COMPILED = pytest.mark.parametrize("kernels", [native_kernels, triton_kernels], ids=["native", "triton"])
 
@@ -47,13 +47,17 @@ def assert_close(got: Any, expected: Any) -> None:
     torch.testing.assert_close(*gradient, rtol=1e-4, atol=1e-6)
     for a, b in zip(got.facts[1:], expected.facts[1:], strict=True):
         torch.testing.assert_close(a[kept], b[kept], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(got.p_label, expected.p_label, rtol=1e-5, atol=1e-7)
+    assert torch.equal(got.log_margin, expected.log_margin), "a difference of two logits is exact"
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("classes", [2, 3, 127, 1000, ONE_TILE, ONE_TILE + 1, 22_000])
-@pytest.mark.parametrize("reclip", [False, True])
+@pytest.mark.parametrize(("reclip", "target"), [(False, 0.0), (True, 0.0), (False, 0.5)])
 @COMPILED
-def test_the_loss_kernel_agrees_with_the_reference(kernels: Any, layout: Any, classes: int, reclip: bool) -> None:
+def test_the_loss_kernel_agrees_with_the_reference(
+    kernels: Any, layout: Any, classes: int, reclip: bool, target: float
+) -> None:
     generator = torch.Generator().manual_seed(classes)
     table = noisy_table(9, classes, layout)
     batch = 5
@@ -62,7 +66,7 @@ def test_the_loss_kernel_agrees_with_the_reference(kernels: Any, layout: Any, cl
     labels = torch.randint(classes, (batch,), generator=generator)
     eps = min(1e-4, 0.1 / classes)
     arguments = (z, labels, index, table.block, None)
-    got, expected = (k.fused_loss(*arguments, eps=eps, reclip=reclip) for k in (kernels, reference))
+    got, expected = (k.fused_loss(*arguments, eps=eps, reclip=reclip, target=target) for k in (kernels, reference))
     assert_close(got, expected)
 
 
@@ -78,7 +82,7 @@ def test_the_loss_kernel_handles_dtypes_ties_strides_and_dropped_samples(kernels
     keep = torch.tensor([True, True, True, True, False, True, True, True]).repeat_interleave(2)[::2]
     index = torch.arange(16)[::2] // 2
     arguments = (z, labels, index, table.block, keep)
-    got, expected = (k.fused_loss(*arguments, eps=1e-4, reclip=False) for k in (kernels, reference))
+    got, expected = (k.fused_loss(*arguments, eps=1e-4, reclip=False, target=0.5) for k in (kernels, reference))
     assert_close(got, expected)
     assert got.facts.predicted[:5].tolist() == [0, DROPPED, DROPPED, DROPPED, DROPPED]
     assert not got.gradient[1:5].any()
@@ -92,11 +96,11 @@ def random_facts(batch: int, classes: int, generator: torch.Generator) -> Facts:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("rates", RULES, ids=lambda rates: type(rates).__name__)
+@pytest.mark.parametrize("step", RULES, ids=lambda step: step.rule)
 @pytest.mark.parametrize(("samples", "classes", "batch"), [(6, 5, 20), (40, 1100, 9), (3, 2, 7), (2, 33_000, 3)])
 @COMPILED
 def test_the_row_kernels_give_the_bits_of_the_reference(
-    kernels: Any, layout: Any, rates: Rates, samples: int, classes: int, batch: int
+    kernels: Any, layout: Any, step: Step, samples: int, classes: int, batch: int
 ) -> None:
     """With duplicates in the batch, dropped samples, evictions, and a partitioned table."""
     generator = torch.Generator().manual_seed(1)
@@ -107,7 +111,7 @@ def test_the_row_kernels_give_the_bits_of_the_reference(
         index = torch.randint(samples, (batch,), generator=generator)
         facts = Facts(*(fact[::2] for fact in random_facts(2 * batch, min(classes, 8), generator)))  # two apart
         for table, implementation in ((ours, kernels), (theirs, reference)):
-            implementation.update_rows(table, index, index % classes, facts, rates.step())
+            implementation.update_rows(table, index, index % classes, facts, step)
     for name, buffer in theirs.named_buffers():
         assert torch.equal(ours.get_buffer(name), buffer), name
     if theirs.evictions is not None and classes == 5:
@@ -169,7 +173,7 @@ def test_threads_do_not_change_a_bit(layout: Any) -> None:
         for threads in (1, 2, 5):
             torch.set_num_threads(threads)
             table = noisy_table(40, 700, layout, slots=200)
-            loss = native_kernels.fused_loss(z, labels, index, table.block, None, eps=1e-4, reclip=False)
+            loss = native_kernels.fused_loss(z, labels, index, table.block, None, eps=1e-4, reclip=False, target=0.5)
             native_kernels.update_rows(table, index, labels, loss.facts, Flow(4).step())
             results.append((loss.losses, loss.gradient, *table.buffers()))
     finally:
@@ -199,7 +203,7 @@ def test_every_kernel_compiles_for_every_target(compiled: list[dict[str, Any]]) 
             mine = [k for k in compiled if k["target"] == target and k["classes"] == classes]
             assert {(k["kernel"], k["layout"]) for k in mine} == {(a, b) for a in ("loss", "rows") for b in LAYOUTS}
             assert {k["detail"] for k in mine if k["kernel"] == "loss"} == {"float32", "bfloat16", "float16"}
-            assert {k["detail"] for k in mine if k["kernel"] == "rows"} == {"flow", "paper", "official"}
+            assert {k["detail"] for k in mine if k["kernel"] == "rows"} == {"flow", "paper", "official", "votes"}
             assert all(0 < k["registers"] <= 255 and k["cubin_bytes"] > 1000 for k in mine)
 
 

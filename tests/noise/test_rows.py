@@ -163,14 +163,14 @@ def test_a_damaged_table_is_refused_and_nothing_changes(layout: Any) -> None:
         return {key: value for key, value in good.items() if key != name}
 
     newer = good["meta"].clone()
-    newer[0] = 2
+    newer[0] = 3
     damaged = [
         (good | {"v": good["v"][:-1]}, "'v' must have shape"),
         (good | {"v": good["v"].half()}, "'v' has the wrong dtype torch.float16"),
         (good | {"visits": good["visits"].long()}, "'visits' has the wrong dtype torch.int64"),
         (without("mean_loss"), "'mean_loss' is missing"),
         (without("meta"), "Missing key"),
-        (good | {"meta": newer}, "it has format 2, this sopdist reads 1"),
+        (good | {"meta": newer}, "it has format 3, this sopdist reads 1 to 2"),
         (good | {"meta": good["meta"][:3]}, "its `meta` is damaged"),
         (good | {"surprise": torch.zeros(1)}, "Unexpected key"),
     ]

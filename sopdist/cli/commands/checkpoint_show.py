@@ -84,6 +84,7 @@ def describe_noise(noise: SavedTable) -> dict[str, Any]:
         "samples": noise.num_samples,
         "classes": noise.table.num_classes,
         "visited": visited,
+        "acts": not noise.provisional,
         "active": int(noise.active().sum()),
         "flagged": int(noise.flags().sum()),
         "estimated_rate": noise.noise_rate() if visited else None,

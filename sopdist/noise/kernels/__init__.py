@@ -40,6 +40,7 @@ class Kernels(Protocol):
         *,
         eps: float,
         reclip: bool,
+        target: float,
     ) -> LossResult:
         """Compute loss, gradient of the logits and facts of a batch."""
 

@@ -76,6 +76,7 @@ def builds(classes: tuple[int, ...] = CLASSES) -> Iterator[Build]:
                     "M": _SLOTS,
                     "SLOTS": layout == "slots",
                     "RECLIP": False,
+                    "TARGET": True,
                     "BLOCK": block,
                     "ONE_BLOCK": count <= block,
                 }
@@ -107,7 +108,7 @@ def builds(classes: tuple[int, ...] = CLASSES) -> Iterator[Build]:
 
 def _signature(kernel: Any, constants: dict[str, Any]) -> dict[str, str]:
     """Argument types by name, as `triton_loss` and `triton_rows` declare them."""
-    types = {"eps": "fp32", "rate_v": "fp32", "rate_u": "fp32", "seed": "i64"}
+    types = {"eps": "fp32", "target": "fp32", "rate_v": "fp32", "rate_u": "fp32", "seed": "i64"}
     types |= dict.fromkeys(("labels_ptr", "index_ptr", "predicted_ptr"), "*i64")
     types |= {"keep_ptr": "*u8", "class_ptr": "*i16", "visits_ptr": "*i32", "evictions_ptr": "*i32"}
     types |= dict.fromkeys(constants, "constexpr")

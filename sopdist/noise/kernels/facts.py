@@ -12,6 +12,10 @@ FACT_WIRE_BYTES = 5 * 4  # label, predicted class, loss, margin, pull
 
 DROPPED = -1
 
+# The target term ignores squares of v below this: an initial v^2 would make dense and slots differ in the last bit.
+SMALLEST_TARGET = 1e-12
+LARGEST_AGREEMENT = 1 - 1e-4  # of prediction and target; the target term is constant beyond it
+
 
 class Facts(NamedTuple):
     """The data that updates a row after a visit, (B,) each. Its size does not depend on the number of classes."""
@@ -29,6 +33,8 @@ class LossResult(NamedTuple):
     gradient: Tensor
     scale: Tensor
     facts: Facts
+    p_label: Tensor  # float32: p_y; 0 for a dropped sample
+    log_margin: Tensor  # float32: log of the largest other p, minus log p_y; 0 for a dropped sample
 
 
 def to_wire(labels: Tensor, facts: Facts) -> list[Tensor]:

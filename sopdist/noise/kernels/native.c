@@ -19,9 +19,10 @@
 
 #define INLINE static inline __attribute__((always_inline)) /* into each clone: vectors must not cross clones */
 
-enum { FLOW = 0, PAPER = 1, OFFICIAL = 2 };
+enum { FLOW = 0, PAPER = 1, OFFICIAL = 2, VOTES = 3 };
 static const int64_t DROPPED = -1;
 static const int32_t FREE = -1;
+static const float SMALLEST_TARGET = 1e-12f, LARGEST_AGREEMENT = 1.0f - 1e-4f; /* facts.py */
 
 typedef struct {
     const float *u, *v;
@@ -167,15 +168,26 @@ INLINE void row_gradient(float *p, const float *minus_s, float eps, float mean, 
     }
 }
 
+/* The sum of p t with t = minus_s, where it is not too small. */
+INLINE float row_agreement(const float *p, const float *minus_s, int64_t count) {
+    Vec sum = all(0.0f);
+    for (int64_t k = 0; k < count; k += LANES) {
+        Vec t = load(minus_s + k, count - k, 0.0f);
+        sum += load(p + k, count - k, 0.0f) * choose(t > all(SMALLEST_TARGET), t, all(0.0f));
+    }
+    return sum_lanes(sum);
+}
+
 /* One sample. `minus_s` (K) is scratch: v^2 of each class, and -u^2 at the label, so that w = p - minus_s for all classes.
  * With slots it is 0 on entry and on return. `p` is the row of the gradient; it holds the probabilities until step 3. */
 FOR_EVERY_CPU static void loss_of_sample(const float *z, int64_t y, int64_t row, Block block, int keep, float eps, int reclip,
-                                         int64_t K, float *minus_s, float *p, float *loss, float *scale, int64_t *predicted,
-                                         float *cross_entropy, float *margin, float *pull) {
+                                         float target, int64_t K, float *minus_s, float *p, float *loss, float *scale,
+                                         int64_t *predicted, float *cross_entropy, float *margin, float *pull, float *p_label,
+                                         float *log_margin) {
     float top = row_max(z, K);
     if (!keep || !(fabsf(row_sum(z, K)) < INFINITY && top - z[y] < INFINITY)) { /* a NaN spreads to the sum */
         memset(p, 0, sizeof(float) * (size_t)K);
-        *loss = *scale = *cross_entropy = *margin = *pull = 0.0f;
+        *loss = *scale = *cross_entropy = *margin = *pull = *p_label = *log_margin = 0.0f;
         *predicted = DROPPED;
         return;
     }
@@ -210,10 +222,23 @@ FOR_EVERY_CPU static void loss_of_sample(const float *z, int64_t y, int64_t row,
     *predicted = best;
     *cross_entropy = (top - z[y]) + logf(denominator);
     *margin = p_y - p_rival;
+    *p_label = p_y;
+    *log_margin = rival - z[y];
     if (reclip && c_y * *scale < eps) {
         *loss = -logf(eps);
         *pull = 0.0f;
         memset(p, 0, sizeof(float) * (size_t)K);
+    } else if (target > 0.0f) {
+        /* 4. The target: 1 - u^2 at the label, v^2 elsewhere. `minus_s` at the label is negative, so it adds nothing. */
+        float t_y = 1.0f - at_most_1(u * u), agreement = row_agreement(p, minus_s, K) + p_y * t_y;
+        float factor = agreement < LARGEST_AGREEMENT ? -target * total / (1.0f - agreement) : 0.0f;
+        *loss += target * logf(1.0f - (agreement < LARGEST_AGREEMENT ? agreement : LARGEST_AGREEMENT));
+        for (int64_t k = 0; k < K; k++) {
+            float t = minus_s[k] > SMALLEST_TARGET ? minus_s[k] : 0.0f;
+            float live_k = p[k] - minus_s[k] > eps ? 1.0f : 0.0f;
+            p[k] = p[k] * (live_k - mean) + factor * p[k] * ((k == y ? t_y : t) - agreement);
+        }
+        p[y] -= own;
     } else {
         row_gradient(p, minus_s, eps, mean, K);
         p[y] -= own;
@@ -230,14 +255,14 @@ FOR_EVERY_CPU static void loss_of_sample(const float *z, int64_t y, int64_t row,
 /* Arrays as in triton_loss.py; `keep` may be NULL; `scratch` is (threads, K) zeros. */
 void sopdist_loss(const float *logits, const int64_t *labels, const int64_t *index, const uint8_t *keep, const float *u,
                  const float *v, const void *classes, int64_t slots, int64_t class_bytes, int64_t B, int64_t K, float eps,
-                 int reclip, int threads, float *scratch, float *losses, float *gradient, float *scale, int64_t *predicted,
-                 float *cross_entropy, float *margin, float *pull) {
+                 int reclip, float target, int threads, float *scratch, float *losses, float *gradient, float *scale,
+                 int64_t *predicted, float *cross_entropy, float *margin, float *pull, float *p_label, float *log_margin) {
     Block block = {u, v, classes, slots, class_bytes};
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t i = 0; i < B; i++)
-        loss_of_sample(logits + i * K, labels[i], index[i], block, keep == NULL || keep[i], eps, reclip, K,
+        loss_of_sample(logits + i * K, labels[i], index[i], block, keep == NULL || keep[i], eps, reclip, target, K,
                        scratch + omp_get_thread_num() * K, gradient + i * K, losses + i, scale + i, predicted + i,
-                       cross_entropy + i, margin + i, pull + i);
+                       cross_entropy + i, margin + i, pull + i, p_label + i, log_margin + i);
 }
 
 /* ---- (b) the rows ------------------------------------------------------------------------------------------------ */
@@ -253,15 +278,17 @@ INLINE float euler(float x, float q, float new, int rule) {
     return q > 1.0f ? x : new;
 }
 
-/* Return an entry of v after a visit; h: whether the network contradicts the label there. */
-INLINE float advance(float x, int h, Step step) {
+/* Return an entry of v after a visit; h: whether the network contradicts the label there, and by what margin. */
+INLINE float advance(float x, int h, Step step, float vote) {
+    if (step.rule == VOTES) return h ? x + vote : x;
     float q = x * x;
     if (step.rule == FLOW) return copysignf(sqrtf(q / (h ? q + (1.0f - q) * step.u : 1.0f + q * step.v)), x);
     return euler(x, q, x + (x * step.v) * (h ? 1.0f - q : -q), step.rule);
 }
 
-INLINE float next_u(float u, int wrong, float pull, Step step) {
-    if (step.rule == FLOW) return advance(u, wrong, step);
+INLINE float next_u(float u, int wrong, float margin, float pull, Step step) {
+    if (step.rule == VOTES) return wrong ? u : u + margin;
+    if (step.rule == FLOW) return advance(u, wrong, step, margin);
     float q = u * u;
     if (step.rule == OFFICIAL) pull = pull - 2.0f * (wrong ? q - 1.0f : q);
     return euler(u, q, u + (u * step.u) * pull, step.rule);
@@ -319,8 +346,9 @@ static float initial_v(uint64_t seed, uint64_t sample, uint32_t class_, float st
 /* Shrink the entries of all classes except the predicted one and the label. If the square of an entry is too small to
  * change 1 when added to it, the arithmetic would keep the bits of the entry. Nearly all entries are that small, so
  * blocks that contain no other are skipped. */
-FOR_EVERY_CPU static void shrink_row(float *v, int64_t K, int64_t predicted, int64_t label, Step step) {
+FOR_EVERY_CPU static void shrink_row(float *v, int64_t K, int64_t predicted, int64_t label, Step step, float vote) {
     float kept_label = v[label], kept_predicted = v[predicted];
+    if (step.rule == VOTES) K = 0; /* nothing shrinks */
     float unseen = step.v > 0.0f ? fminf(sqrtf(0x1p-26f / step.v), 1.0f) : 1.0f; /* entries beyond 1 are projected */
     for (int64_t k = 0; k < K; k += 4 * LANES) {
         int64_t end = k + 4 * LANES < K ? k + 4 * LANES : K;
@@ -330,9 +358,9 @@ FOR_EVERY_CPU static void shrink_row(float *v, int64_t K, int64_t predicted, int
             seen |= (x > all(unseen)) | (x < all(-unseen));
         }
         if (any(seen))
-            for (int64_t j = k; j < end; j++) v[j] = advance(v[j], 0, step);
+            for (int64_t j = k; j < end; j++) v[j] = advance(v[j], 0, step, vote);
     }
-    v[predicted] = advance(kept_predicted, 1, step);
+    v[predicted] = advance(kept_predicted, 1, step, vote);
     v[label] = kept_label;
 }
 
@@ -348,7 +376,7 @@ typedef struct {
     float initial_std;
 } Table;
 
-static void visit_slots(Table *table, int64_t row, int64_t label, int64_t predicted, Step step) {
+static void visit_slots(Table *table, int64_t row, int64_t label, int64_t predicted, Step step, float vote) {
     float *v = table->v + row * table->slots;
     int64_t base = row * table->slots, slot = 0;
     int hit = 0;
@@ -360,7 +388,7 @@ static void visit_slots(Table *table, int64_t row, int64_t label, int64_t predic
             continue;
         }
         hit |= class_ == predicted;
-        if (class_ != label) v[j] = advance(v[j], class_ == predicted, step);
+        if (class_ != label) v[j] = advance(v[j], class_ == predicted, step, vote);
         if (fabsf(v[j]) < smallest) smallest = fabsf(v[j]), slot = j;
     }
     if (predicted == label || hit) return;
@@ -370,7 +398,7 @@ static void visit_slots(Table *table, int64_t row, int64_t label, int64_t predic
         if (lost > table->evicted[row]) table->evicted[row] = lost;
     }
     uint64_t sample = (uint64_t)(row * table->stride + table->first);
-    v[slot] = advance(initial_v(table->seed, sample, (uint32_t)predicted, table->initial_std), 1, step);
+    v[slot] = advance(initial_v(table->seed, sample, (uint32_t)predicted, table->initial_std), 1, step, vote);
     if (table->class_bytes == 2)
         ((int16_t *)table->classes)[base + slot] = (int16_t)predicted;
     else
@@ -389,10 +417,10 @@ void sopdist_rows(Table *table, const int64_t *index, const int64_t *labels, con
         float count = (float)++table->visits[row];
         table->mean_loss[row] += (loss[i] - table->mean_loss[row]) / count;
         table->mean_margin[row] += (margin[i] - table->mean_margin[row]) / count;
-        table->u[row] = next_u(table->u[row], predicted[i] != labels[i], pull[i], step);
+        table->u[row] = next_u(table->u[row], predicted[i] != labels[i], margin[i], pull[i], step);
         if (table->classes == NULL)
-            shrink_row(table->v + row * table->K, table->K, predicted[i], labels[i], step);
+            shrink_row(table->v + row * table->K, table->K, predicted[i], labels[i], step, -margin[i]);
         else
-            visit_slots(table, row, labels[i], predicted[i], step);
+            visit_slots(table, row, labels[i], predicted[i], step, -margin[i]);
     }
 }

@@ -8,11 +8,19 @@ import torch
 from torch import Tensor
 
 from ..rows import RowBlock
-from .facts import DROPPED, Facts, LossResult
+from .facts import DROPPED, LARGEST_AGREEMENT, SMALLEST_TARGET, Facts, LossResult
 
 
 def fused_loss(
-    logits: Tensor, labels: Tensor, index: Tensor, block: RowBlock, keep: Tensor | None, *, eps: float, reclip: bool
+    logits: Tensor,
+    labels: Tensor,
+    index: Tensor,
+    block: RowBlock,
+    keep: Tensor | None,
+    *,
+    eps: float,
+    reclip: bool,
+    target: float,
 ) -> LossResult:
     """Compute loss, gradient of the logits and facts of a batch.
 
@@ -23,6 +31,12 @@ def fused_loss(
         w = p + s,   c = max(w, eps),   S = sum c,   loss = log S - log c_y
         dloss/dw_k = [w_k > eps] (1/S - [k = y] / c_y)
         dloss/dz   = p (dloss/dw - sum_j p_j dloss/dw_j)
+
+    `target` is the weight of a second term, which pulls the prediction towards what the row says: the label, as far as
+    the noise term has not absorbed it, and the class in whose favour it has.
+
+        t = 1 - u^2 at y, v_k^2 at every other class k       a = <p, t>
+        term = target log(1 - a)       dterm/dz = -target / (1 - a) p (t - a)
     """
     z = logits if logits.dtype == torch.float64 else logits.to(torch.float32)  # (B, K)
     y = labels[:, None]
@@ -53,6 +67,16 @@ def fused_loss(
     losses = (total / c_y).log()
     pull = (1 / c_y - scale) * live_y
 
+    # 4. The target term; the gradient is multiplied by `scale` = 1/S later.
+    if target:
+        square = v.square().clamp_max(1)
+        t = square.where(square > SMALLEST_TARGET, 0).scatter(1, y, (1 - u.square().clamp_max(1))[:, None])
+        agreement = (p * t).sum(dim=1)
+        moves = (agreement < LARGEST_AGREEMENT).to(z.dtype)
+        losses = losses + target * (1 - agreement.clamp_max(LARGEST_AGREEMENT)).log()
+        factor = -target * total * moves / (1 - agreement.clamp_max(LARGEST_AGREEMENT))
+        gradient = gradient + factor[:, None] * p * (t - agreement[:, None])
+
     if reclip:
         beyond = c_y * scale < eps
         losses, pull = losses.masked_fill(beyond, -math.log(eps)), pull.masked_fill(beyond, 0)
@@ -64,6 +88,8 @@ def fused_loss(
         gradient.where(ok[:, None], 0),
         scale.where(ok, 0),
         Facts(predicted.where(ok, DROPPED), *measured),
+        p_y.where(ok, 0).to(torch.float32),
+        (z_rival - z_y).where(ok, 0).to(torch.float32),
     )
 
 

@@ -39,7 +39,7 @@ def _rounds(index: Tensor, predicted: Tensor) -> Iterator[Tensor]:
 def _visit(table: NoiseTable, rows: Tensor, labels: Tensor, facts: Facts, step: Step) -> None:
     """Apply one visit to distinct rows."""
     wrong = facts.predicted != labels
-    table.u[rows] = _next_u(table.u[rows], wrong, facts.pull, step)
+    table.u[rows] = _next_u(table.u[rows], wrong, facts, step)
     table.visits[rows] += 1
     for mean, value in ((table.mean_loss, facts.loss), (table.mean_margin, facts.margin)):
         mean[rows] += (value - mean[rows]) / table.visits[rows]
@@ -49,14 +49,18 @@ def _visit(table: NoiseTable, rows: Tensor, labels: Tensor, facts: Facts, step: 
         classes = table.classes[rows].to(torch.int64)  # (b, M); -1 is a free slot: its v is 0, and stays 0
     v = table.v[rows]
     hit = classes == facts.predicted[:, None]
-    v = torch.where(classes == labels[:, None], v, _advance(v, hit, step))  # the label's own entry never changes
+    vote = -facts.margin
+    v = torch.where(classes == labels[:, None], v, _advance(v, hit, step, vote[:, None]))  # the label's entry stays
     table.v[rows] = v
     if table.classes is not None:
         newcomer = wrong & ~hit.any(dim=1)
-        _admit(table, rows[newcomer], facts.predicted[newcomer], classes[newcomer], v[newcomer], step)
+        chosen = (facts.predicted[newcomer], classes[newcomer], v[newcomer], vote[newcomer])
+        _admit(table, rows[newcomer], *chosen, step)
 
 
-def _admit(table: NoiseTable, rows: Tensor, newcomer: Tensor, classes: Tensor, v: Tensor, step: Step) -> None:
+def _admit(
+    table: NoiseTable, rows: Tensor, newcomer: Tensor, classes: Tensor, v: Tensor, vote: Tensor, step: Step
+) -> None:
     """Store a class predicted for the first time in the first free slot, or in place of the smallest |v|."""
     assert table.classes is not None
     assert table.evictions is not None
@@ -68,21 +72,25 @@ def _admit(table: NoiseTable, rows: Tensor, newcomer: Tensor, classes: Tensor, v
     table.evicted[rows] = torch.maximum(table.evicted[rows], lost.where(full, 0))
     table.classes[rows, slot] = newcomer.to(table.classes.dtype)
     start = initial_v(table.seed, table.samples_of(rows), newcomer)
-    table.v[rows, slot] = _advance(start, torch.ones_like(start, dtype=torch.bool), step)
+    table.v[rows, slot] = _advance(start, torch.ones_like(start, dtype=torch.bool), step, vote)
 
 
-def _advance(x: Tensor, h: Tensor, step: Step) -> Tensor:
-    """Return entries of v after a visit; h: whether the network contradicts the label there."""
+def _advance(x: Tensor, h: Tensor, step: Step, vote: Tensor) -> Tensor:
+    """Return entries of v after a visit; h: whether the network contradicts the label there, and by what margin."""
+    if step.rule == "votes":
+        return torch.where(h, x + vote, x)
     q = x * x
     if step.rule == "flow":
         return sqrt_rounded(q / torch.where(h, q + (1 - q) * step.u, 1 + q * step.v)).copysign(x)
     return _euler(x, q, x + (x * step.v) * torch.where(h, 1 - q, -q), step)
 
 
-def _next_u(u: Tensor, wrong: Tensor, pull: Tensor, step: Step) -> Tensor:
+def _next_u(u: Tensor, wrong: Tensor, facts: Facts, step: Step) -> Tensor:
+    if step.rule == "votes":
+        return torch.where(wrong, u, u + facts.margin)
     if step.rule == "flow":
-        return _advance(u, wrong, step)
-    q = u * u
+        return _advance(u, wrong, step, facts.margin)
+    pull, q = facts.pull, u * u
     if step.rule == "official":
         pull = pull - 2 * torch.where(wrong, q - 1, q)
     return _euler(u, q, u + (u * step.u) * pull, step)

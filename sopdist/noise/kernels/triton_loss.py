@@ -11,11 +11,13 @@ import triton.language as tl
 from torch import Tensor
 
 from ..rows import RowBlock
-from .facts import DROPPED, Facts, LossResult
+from .facts import DROPPED, LARGEST_AGREEMENT, SMALLEST_TARGET, Facts, LossResult
 
 ONE_TILE = 4096
 _TILE = 2048
 _DROPPED = tl.constexpr(DROPPED)
+_SMALLEST_TARGET = tl.constexpr(SMALLEST_TARGET)
+_LARGEST_AGREEMENT = tl.constexpr(LARGEST_AGREEMENT)
 
 
 @triton.jit
@@ -57,12 +59,16 @@ def loss_kernel(
     cross_entropy_ptr,  # (B,) float32
     margin_ptr,  # (B,) float32
     pull_ptr,  # (B,) float32
+    p_label_ptr,  # (B,) float32
+    log_margin_ptr,  # (B,) float32
     logits_stride,
     K,
     eps,
+    target,
     M: tl.constexpr,
     SLOTS: tl.constexpr,
     RECLIP: tl.constexpr,
+    TARGET: tl.constexpr,  # target > 0
     BLOCK: tl.constexpr,
     ONE_BLOCK: tl.constexpr,  # all classes fit in one block
 ):
@@ -108,6 +114,8 @@ def loss_kernel(
         p, w = _p_and_w(z, lanes, y, w_y, top, denominator, v_ptr, class_ptr, row, K, M, SLOTS)
     total = 0.0
     p_live = 0.0
+    t_y = 1.0 - tl.minimum(u * u, 1.0)
+    agreement = p_y * t_y
     for start in range(0, K, BLOCK):
         cols = start + lanes
         if not ONE_BLOCK:
@@ -115,6 +123,10 @@ def loss_kernel(
             p, w = _p_and_w(z, cols, y, w_y, top, denominator, v_ptr, class_ptr, row, K, M, SLOTS)
         total += tl.sum(tl.where(cols < K, tl.maximum(w, eps), 0.0), axis=0)
         p_live += tl.sum(tl.where((cols < K) & (w > eps), p, 0.0), axis=0)
+        if TARGET:
+            square = _squares(v_ptr, class_ptr, row, cols, cols < K, K, M, SLOTS)
+            other = (cols < K) & (cols != y) & (square > _SMALLEST_TARGET)
+            agreement += tl.sum(tl.where(other, p * square, 0.0), axis=0)
 
     # 3. S dloss/dz_k = p_k ([w_k > eps] - mean) - [k = y, w_y > eps] S p_y/c_y
     c_y = tl.maximum(w_y, eps)
@@ -123,6 +135,10 @@ def loss_kernel(
     own = tl.where(live_y, total / c_y * p_y, 0.0)
     mean = p_live - own
     pull = tl.where(live_y, 1.0 / c_y - 1.0 / total, 0.0)
+    factor = 0.0
+    if TARGET:
+        loss += target * tl.log(1.0 - tl.minimum(agreement, _LARGEST_AGREEMENT))
+        factor = tl.where(agreement < _LARGEST_AGREEMENT, -target * total / (1.0 - agreement), 0.0)
     moves = ok
     if RECLIP:
         clipped = c_y / total < eps
@@ -135,6 +151,10 @@ def loss_kernel(
             z = tl.load(z_base + cols, mask=cols < K, other=float("-inf")).to(tl.float32)
             p, w = _p_and_w(z, cols, y, w_y, top, denominator, v_ptr, class_ptr, row, K, M, SLOTS)
         gradient = p * (tl.where(w > eps, 1.0, 0.0) - mean) - tl.where(cols == y, own, 0.0)
+        if TARGET:
+            square = _squares(v_ptr, class_ptr, row, cols, cols < K, K, M, SLOTS)
+            t = tl.where(cols == y, t_y, tl.where(square > _SMALLEST_TARGET, square, 0.0))
+            gradient += factor * p * (t - agreement)
         tl.store(gradient_ptr + i * K + cols, tl.where(moves, gradient, 0.0), mask=cols < K)
 
     tl.store(losses_ptr + i, tl.where(ok, loss, 0.0))
@@ -143,6 +163,8 @@ def loss_kernel(
     tl.store(cross_entropy_ptr + i, tl.where(ok, (top - z_y) + tl.log(denominator), 0.0))
     tl.store(margin_ptr + i, tl.where(ok, p_y - p_rival, 0.0))
     tl.store(pull_ptr + i, tl.where(ok, pull, 0.0))
+    tl.store(p_label_ptr + i, tl.where(ok, p_y, 0.0))
+    tl.store(log_margin_ptr + i, tl.where(ok, z_rival - z_y, 0.0))
 
 
 def launch_shape(num_classes: int) -> tuple[int, int]:
@@ -152,7 +174,15 @@ def launch_shape(num_classes: int) -> tuple[int, int]:
 
 
 def fused_loss(
-    logits: Tensor, labels: Tensor, index: Tensor, block: RowBlock, keep: Tensor | None, *, eps: float, reclip: bool
+    logits: Tensor,
+    labels: Tensor,
+    index: Tensor,
+    block: RowBlock,
+    keep: Tensor | None,
+    *,
+    eps: float,
+    reclip: bool,
+    target: float,
 ) -> LossResult:
     """See `reference.fused_loss`."""
     batch, classes = logits.shape
@@ -160,7 +190,7 @@ def fused_loss(
     labels, index = labels.contiguous(), index.contiguous()
     device = logits.device
     floats = {"dtype": torch.float32, "device": device}
-    losses, scale, cross_entropy, margin, pull = (torch.empty(batch, **floats) for _ in range(5))
+    losses, scale, cross_entropy, margin, pull, p_label, log_margin = (torch.empty(batch, **floats) for _ in range(7))
     predicted = torch.empty(batch, dtype=torch.int64, device=device)
     gradient = torch.empty(batch, classes, **floats)
     kept = torch.ones(batch, dtype=torch.uint8, device=device) if keep is None else keep.to(torch.uint8).contiguous()
@@ -169,9 +199,9 @@ def fused_loss(
         loss_kernel[(batch,)](
             logits, labels, index, kept,
             block.u, block.v, block.v if block.classes is None else block.classes,
-            losses, gradient, scale, predicted, cross_entropy, margin, pull,
-            logits.stride(0), classes, eps,
+            losses, gradient, scale, predicted, cross_entropy, margin, pull, p_label, log_margin,
+            logits.stride(0), classes, eps, target,
             M=block.v.shape[1] if block.classes is not None else 1, SLOTS=block.classes is not None, RECLIP=reclip,
-            BLOCK=size, ONE_BLOCK=classes <= size, num_warps=warps, enable_fp_fusion=True,
+            TARGET=target > 0, BLOCK=size, ONE_BLOCK=classes <= size, num_warps=warps, enable_fp_fusion=True,
         )  # fmt: skip
-    return LossResult(losses, gradient, scale, Facts(predicted, cross_entropy, margin, pull))
+    return LossResult(losses, gradient, scale, Facts(predicted, cross_entropy, margin, pull), p_label, log_margin)

@@ -17,7 +17,7 @@ from ..rows import NoiseTable
 from .facts import DROPPED, Facts
 from .triton_counter import initial_v
 
-FLOW, PAPER, OFFICIAL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+FLOW, PAPER, OFFICIAL, VOTES = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 MAX_SCAN = 1024  # entries of the batch's index searched at a time
 _DROPPED = tl.constexpr(DROPPED)
 
@@ -50,20 +50,24 @@ def _euler(x, q, new, RULE: tl.constexpr):
 
 
 @triton.jit
-def _advance(x, h, rate_v, rate_u, RULE: tl.constexpr):
-    """Return entries of v after a visit; h: whether the network contradicts the label there."""
+def _advance(x, h, vote, rate_v, rate_u, RULE: tl.constexpr):
+    """Return entries of v after a visit; h: whether the network contradicts the label there, and by what margin."""
     q = x * x
-    if RULE == FLOW:
+    if RULE == VOTES:
+        return tl.where(h, x + vote, x)
+    elif RULE == FLOW:  # noqa: RET505
         return _signed_root(tl.math.div_rn(q, tl.where(h, q + (1.0 - q) * rate_u, 1.0 + q * rate_v)), x)
-    else:  # noqa: RET505
+    else:
         return _euler(x, q, x + (x * rate_v) * tl.where(h, 1.0 - q, -q), RULE)
 
 
 @triton.jit
-def _next_u(u, wrong, pull, rate_v, rate_u, RULE: tl.constexpr):
-    if RULE == FLOW:
-        return _advance(u, wrong, rate_v, rate_u, RULE)
-    else:  # noqa: RET505
+def _next_u(u, wrong, margin, pull, rate_v, rate_u, RULE: tl.constexpr):
+    if RULE == VOTES:
+        return tl.where(wrong, u, u + margin)
+    elif RULE == FLOW:  # noqa: RET505
+        return _advance(u, wrong, margin, rate_v, rate_u, RULE)
+    else:
         q = u * u
         if RULE == OFFICIAL:
             pull = pull - 2.0 * tl.where(wrong, q - 1.0, q)
@@ -88,9 +92,10 @@ def _visit_scalars(
             visits += 1
             count = visits.to(tl.float32)
             mean_loss += tl.math.div_rn(tl.load(loss_ptr + at) - mean_loss, count)
-            mean_margin += tl.math.div_rn(tl.load(margin_ptr + at) - mean_margin, count)
+            margin = tl.load(margin_ptr + at)
+            mean_margin += tl.math.div_rn(margin - mean_margin, count)
             wrong = predicted != tl.load(labels_ptr + at).to(tl.int32)
-            u = _next_u(u, wrong, tl.load(pull_ptr + at), rate_v, rate_u, RULE)
+            u = _next_u(u, wrong, margin, tl.load(pull_ptr + at), rate_v, rate_u, RULE)
         at = _next_visit(index_ptr, row, at, B, SCAN)
     tl.store(u_ptr + row, u)
     tl.store(mean_loss_ptr + row, mean_loss)
@@ -119,7 +124,7 @@ def dense_rows_kernel(
         while at < B:
             predicted = tl.load(predicted_ptr + at).to(tl.int32)
             label = tl.load(labels_ptr + at).to(tl.int32)
-            new = _advance(v, cols == predicted, rate_v, rate_u, RULE)
+            new = _advance(v, cols == predicted, -tl.load(margin_ptr + at), rate_v, rate_u, RULE)
             v = tl.where((cols == label) | (predicted == _DROPPED), v, new)
             at = _next_visit(index_ptr, row, at, B, SCAN)
         tl.store(v_ptr + row * K + cols, v, mask=cols < K)
@@ -152,7 +157,8 @@ def slots_rows_kernel(
             label = tl.load(labels_ptr + at).to(tl.int32)
             if predicted != _DROPPED:
                 hit = classes == predicted
-                new = _advance(v, hit, rate_v, rate_u, RULE)
+                vote = -tl.load(margin_ptr + at)
+                new = _advance(v, hit, vote, rate_v, rate_u, RULE)
                 v = tl.where((classes < 0) | (classes == label), v, new)
                 # Store a class predicted for the first time in the first free slot, or in place of the smallest |v|.
                 if (predicted != label) & (tl.max(hit.to(tl.int32), axis=0) == 0):
@@ -163,7 +169,7 @@ def slots_rows_kernel(
                         evicted = tl.maximum(evicted, smallest * smallest)
                     start = initial_v(seed, row * sample_stride + sample_first, predicted)
                     classes = tl.where(slots == slot, predicted, classes)
-                    v = tl.where(slots == slot, _advance(start, True, rate_v, rate_u, RULE), v)
+                    v = tl.where(slots == slot, _advance(start, True, vote, rate_v, rate_u, RULE), v)
             at = _next_visit(index_ptr, row, at, B, SCAN)
         tl.store(class_ptr + row * M + slots, classes.to(class_ptr.dtype.element_ty), mask=real)
         tl.store(v_ptr + row * M + slots, v, mask=real)
