@@ -14,7 +14,7 @@ import io
 import textwrap
 import tokenize
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
@@ -105,11 +105,13 @@ def to_yaml(section: Any) -> str:
     return text
 
 
-def describe(kind: type[Any], where: str = "") -> str:
-    """Describe every key with its type, default and meaning: the output of `--help-config`."""
+def describe(kind: type[Any], where: str = "", omit: Collection[str] = ()) -> str:
+    """Describe every key, except those in `omit`, with its type, default and meaning: the output of `--help-config`."""
     lines = []
     hints, comments = get_type_hints(kind, include_extras=True), comments_of(kind)
     for field in dataclasses.fields(kind):
+        if key_of(field) in omit:
+            continue
         hint = hints[field.name]
         one_of = _one_of(hint)
         if one_of is not None:
@@ -243,7 +245,7 @@ def _describe_one_of(one_of: OneOf, where: str) -> list[str]:
     for name, kind in kinds.items():
         about = (inspect.getdoc(kind) or "").splitlines()[0]
         lines += ["", f"# {where}.name = {name}: {about}"]
-        lines += describe(kind, f"{where}.").splitlines()[2:]  # without `name` itself
+        lines += describe(kind, f"{where}.", omit=("name",)).splitlines()
     return lines
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sopdist.config import build, comments_of, describe, load_config, to_tree, to_yaml
+from sopdist.config import OneOf, build, comments_of, describe, load_config, to_tree, to_yaml
 from sopdist.data.settings import DataSettings
 from sopdist.errors import ConfigError
 
@@ -138,6 +138,44 @@ def test_the_comments_in_the_source_are_the_help_text() -> None:
         "optim.milestones: tuple of integer = []",
     ):
         assert line in text
+
+
+@dataclass(frozen=True)
+class Plain:
+    """A kind without keys of its own."""
+
+    name: Literal["plain"] = "plain"
+
+
+@dataclass(frozen=True)
+class Fancy:
+    """A kind with a key, declared before a name that takes several lines of help."""
+
+    strength: float = 1.0  # how fancy
+    name: Literal["fancy"] = "fancy"  # a comment that is so long that the help text has to wrap it, to a second line
+
+
+def styles() -> dict[str, type[Any]]:
+    return {"plain": Plain, "fancy": Fancy}
+
+
+@dataclass(frozen=True)
+class Styled:
+    """A config with a section whose name decides its keys."""
+
+    style: Annotated[Any, OneOf(styles, "plain")]
+
+
+def test_the_name_of_a_section_is_described_once_and_the_keys_of_each_kind_below_it() -> None:
+    assert describe(Styled).strip().splitlines() == [
+        "style.name: plain | fancy = 'plain'",
+        "",
+        "# style.name = plain: A kind without keys of its own.",
+        "",
+        "# style.name = fancy: A kind with a key, declared before a name that takes several lines of help.",
+        "style.strength: number = 1.0",
+        "    how fancy",
+    ]
 
 
 def test_every_key_of_the_data_section_is_documented() -> None:

@@ -89,6 +89,15 @@ def test_a_second_demo_replaces_its_own_runs_and_nothing_else(tmp_path: Path) ->
     assert sorted(str(path.relative_to(folder)) for path in folder.glob("*/*")) == ["digits/train", "runs/mine"]
 
 
+def test_a_folder_of_an_earlier_version_is_recognised(tmp_path: Path) -> None:
+    (tmp_path / "runs" / "ce").mkdir(parents=True)
+    (tmp_path / ".gitignore").write_text("# Made by `sopdist demo`, which replaces its runs in here.\n*\n")
+    open_folder(tmp_path, ["ce"])
+    assert not (tmp_path / "runs" / "ce").exists()
+    first, rest = (tmp_path / ".gitignore").read_text().split("\n", 1)
+    assert (first, rest) == ("# Created by `sopdist demo`, which replaces its runs in this folder.", "*\n")
+
+
 def test_git_ignores_the_folder(tmp_path: Path) -> None:
     git = ["git", "-C", str(tmp_path)]
     subprocess.run([*git, "init", "--quiet"], check=True)

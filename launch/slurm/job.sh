@@ -201,7 +201,7 @@ train() {
     elif [[ $status == preempted ]]; then
         requeue_run "$run has stopped and saved a checkpoint"
     elif [[ $status == "preempted, not saved" ]]; then
-        requeue_run "$run has stopped and COULD NOT SAVE"
+        requeue_run "$run has stopped, but its checkpoint could not be saved"
     elif [[ -n $received || $code == 75 ]]; then
         requeue_run "$run resumes from its newest checkpoint, if there is one"
     elif [[ $code == 70 || $code -ge 128 || $status == running || $status == "another rank was lost" ]]; then

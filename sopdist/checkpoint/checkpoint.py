@@ -78,7 +78,7 @@ class Checkpoint:
     def table(self, table: str, first: int = 0, stride: int = 1) -> dict[str, Tensor]:
         """The columns of rows `first`, `first + stride`, ... of a sample table; by default of all rows."""
         if table not in self.table_names:
-            raise DataError(f"{self.folder}: has no {table} table; the method that it was trained with keeps none")
+            raise DataError(f"{self.folder}: has no {table} table; the method it was trained with does not use one")
         prefix = f"{names.TABLES}{table}/"
         ranks = sorted({int(name.split("/")[2]) for name in self.tensors if name.startswith(prefix)})
         if len(ranks) != self.ranks:  # all are below: `open_checkpoint` has checked

@@ -67,8 +67,9 @@ def find_checkpoints(path: Path) -> list[Path]:
         raise DataError(f"{path}: no such folder")
     complete = complete_checkpoints(path)
     if not complete:
-        why = "has no complete checkpoint" if (path / FOLDER).is_dir() else "is neither a checkpoint nor a run with one"
-        raise DataError(f"{path}: {why}")
+        if (path / FOLDER).is_dir():
+            raise DataError(f"{path}: has no complete checkpoint")
+        raise DataError(f"{path}: is not a checkpoint, and not a run that has one")
     return complete
 
 
@@ -114,7 +115,7 @@ def prune(run: Path, keep: int, best: int) -> None:
             try:
                 remove(folder)
             except OSError as error:
-                _logger.warning("%s: CANNOT BE REMOVED: %s", folder, error.strerror or error)
+                _logger.warning("%s: cannot be removed: %s", folder, error.strerror or error)
 
 
 def set_aside_after(run: Path, step: int, start: Path | None = None) -> None:
@@ -128,7 +129,7 @@ def set_aside_after(run: Path, step: int, start: Path | None = None) -> None:
         return
     for folder in _all(run, LATER):
         if start is None or folder.resolve() != start.resolve():
-            _logger.warning("%s: removing it; it was set aside when the run went back before", folder)
+            _logger.warning("removing %s, which was set aside the last time the run went back", folder)
             remove(folder)
     for folder in later:
         aside = folder.with_name(folder.name + LATER)

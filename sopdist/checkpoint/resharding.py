@@ -36,7 +36,7 @@ def _write(folder: Path, saved: Checkpoint, ranks: int, progress: Callable[[int]
     statistics = _statistics(saved, ranks)
     tables = {table: saved.table(table) for table in saved.table_names}
     for rank in range(ranks):
-        tensors = {name: piece.values for name, piece in distribute(replicated, rank, ranks).items()}
+        tensors = {name: fragment.values for name, fragment in distribute(replicated, rank, ranks).items()}
         tensors |= {names.statistics(rank, name): values for name, values in statistics(rank).items()}
         sums = saved.step_metrics(rank, ranks)
         if sums is not None:
@@ -48,8 +48,8 @@ def _write(folder: Path, saved: Checkpoint, ranks: int, progress: Callable[[int]
         written = write_tensors(folder / file, tensors)
         index.files[file] = FileInfo(written.size, written.sha256)
         for name, tensor in tensors.items():
-            place = FragmentLocation(file, name, 0, tensor.numel())
-            index.tensors[name] = TensorInfo(tensor.dtype, tuple(tensor.shape), (place,))
+            location = FragmentLocation(file, name, 0, tensor.numel())
+            index.tensors[name] = TensorInfo(tensor.dtype, tuple(tensor.shape), (location,))
         progress(1)
     commit(folder, index)
 

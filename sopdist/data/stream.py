@@ -123,14 +123,18 @@ class Stream:
         self.close()
 
     @property
+    def epoch_samples(self) -> int:
+        """Number of samples of an epoch without `subset`, over all ranks. It is the same for all epochs."""
+        if not (self._train and self.settings.balanced_per_epoch):
+            return len(self.split)
+        classes = len(self.split.manifest.classes)
+        counts = np.bincount(self.labels.labels[self.labels.labels != UNKNOWN], minlength=classes)
+        return int(np.minimum(counts, self.settings.balanced_per_epoch // classes).sum())
+
+    @property
     def steps(self) -> int:
         """Number of batches of an epoch without `subset`. It is the same for all epochs and ranks."""
-        samples = len(self.split)
-        if self._train and self.settings.balanced_per_epoch:
-            classes = len(self.split.manifest.classes)
-            counts = np.bincount(self.labels.labels[self.labels.labels != UNKNOWN], minlength=classes)
-            samples = int(np.minimum(counts, self.settings.balanced_per_epoch // classes).sum())
-        return -(-samples // self._global_batch)
+        return -(-self.epoch_samples // self._global_batch)
 
     def plan(self, epoch: int, subset: Indices | None = None) -> Plan:
         """The global batches of an epoch, over all ranks; with `subset` (ascending), only these samples."""

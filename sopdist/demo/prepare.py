@@ -22,7 +22,8 @@ from ..files import write_atomic
 REQUIRED = ("sklearn", "PIL", "yaml", "safetensors", "accelerate")
 REQUIRED_BY_LAUNCHER = {"deepspeed": ("deepspeed", "transformers"), "torchrun": ()}
 MARKER = ".gitignore"  # hides the folder from git and identifies it as a demo folder
-_MARKER_TEXT = "# Made by `sopdist demo`, which replaces its runs in here.\n*\n"
+_MARKER_TEXT = "# Created by `sopdist demo`, which replaces its runs in this folder.\n*\n"
+_OLD_MARKER_TEXT = "# Made by `sopdist demo`, which replaces its runs in here.\n*\n"  # of earlier versions
 
 
 def default_launcher() -> str:
@@ -61,7 +62,7 @@ def open_folder(out: Path, runs: Sequence[str]) -> Path:
 
 def _is_demo_folder(folder: Path) -> bool:
     marker = folder / MARKER
-    return marker.is_file() and marker.read_text(errors="replace") == _MARKER_TEXT
+    return marker.is_file() and marker.read_text(errors="replace") in (_MARKER_TEXT, _OLD_MARKER_TEXT)
 
 
 class DemoData(NamedTuple):

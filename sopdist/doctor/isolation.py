@@ -32,7 +32,7 @@ def run_probe(module: str, function: str, deadline: float, *, what: str, needed:
     """
     seconds = deadline - time.monotonic()
     if seconds <= 0:
-        return [Finding(what, "broken", "not run: the other probes took all the time", "a larger --timeout", needed)]
+        return [Finding(what, "broken", "not run: the other probes used up the timeout", "a larger --timeout", needed)]
     # In its own session, so that the processes that the probe starts can be killed with it.
     child = subprocess.Popen(
         [sys.executable, "-c", f"from {__name__} import print_findings; print_findings({module!r}, {function!r})"],

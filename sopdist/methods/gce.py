@@ -21,7 +21,7 @@ class GCESettings(MethodSettings):
     """Generalised cross-entropy."""
 
     name: Literal["gce"] = "gce"  # generalised cross-entropy
-    q: float = 0.7  # in (0, 1]: towards 0 cross-entropy, 1 mean absolute error
+    q: float = 0.7  # in (0, 1]: approaches cross-entropy near 0; 1 is the mean absolute error
 
     def __post_init__(self) -> None:
         if not 0 < self.q <= 1:

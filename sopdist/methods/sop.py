@@ -48,10 +48,10 @@ class SOPSettings(MethodSettings):
     lr_u: float | None = None  # official: step of u; null: 1
     lr_v: float | None = None  # official: step of v; null: 10
     lr_batch: int | None = None  # official: the batch size for which the steps were chosen; null: 128
-    eps: float | None = None  # where the prediction is clipped; null: 1e-4, or 0.1 / classes where that is less
+    eps: float | None = None  # lower bound at which predictions are clipped; null: 1e-4, or 0.1 / classes if less
     layout: Literal["auto", "dense", "slots"] = "auto"  # of the table; auto: dense up to 256 MiB, else slots
     slots: int = DEFAULT_SLOTS  # entries that a row holds in the layout slots
-    ahead: bool = True  # send the rows of a step while the step before computes; false is for measurements
+    ahead: bool = True  # prefetch the rows of the next step during the current one; set to false only for measurements
 
     def __post_init__(self) -> None:
         for key in ("consistency", "balance"):
@@ -73,7 +73,7 @@ class SOPMethod(Method):
 
     Settings = SOPSettings
     resumable_changes: ClassVar[Mapping[str, str]] = {
-        "variant": "rows of the noise table continue from where they are, by the new rule"
+        "variant": "the noise table keeps its rows and updates them with the new rule"
     }
 
     dropped_entries_advice = "method.slots=... keeps more, method.layout=dense keeps all"

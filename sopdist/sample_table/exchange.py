@@ -89,10 +89,6 @@ class ExchangeStats:
         sent = self.sent_bytes - before.sent_bytes
         return ExchangeStats(self.waited - before.waited, self.travelled - before.travelled, sent)
 
-    def __add__(self, other: ExchangeStats) -> ExchangeStats:
-        sent = self.sent_bytes + other.sent_bytes
-        return ExchangeStats(self.waited + other.waited, self.travelled + other.travelled, sent)
-
 
 class Exchange:
     """Rows and facts of one rank's batches. Every rank of the group must make the same calls in the same order."""

@@ -72,8 +72,8 @@ class Config:
         setting = make_method(self.method).full_batch_setting()
         if setting and self.train.accumulate > 1:
             raise ConfigError(
-                f"method.{setting}: needs the whole batch at once, which train.accumulate > 1 splits; set one of them "
-                "to its default"
+                f"method.{setting}: needs the full batch in one pass and cannot be combined with train.accumulate > 1; "
+                "set one of them to its default"
             )
 
 
@@ -106,7 +106,7 @@ def read_config(path: Path, overrides: Sequence[str] = (), note: Note = _logger.
 
     def upgraded(tree: dict[Any, Any]) -> dict[Any, Any]:
         if _OLD in tree:
-            note(f"{path}: the section `{_OLD}:` is called `{_NEW}:` now; please rename it")
+            note(f"{path}: the section `{_OLD}:` has been renamed to `{_NEW}:`; please update the file")
         names = [override.partition("=")[2] for override in current if override.startswith(f"{_NEW}.name=")]
         return upgrade(tree, names)
 
@@ -135,5 +135,5 @@ def upgrade(tree: dict[Any, Any], names: Sequence[str] = ()) -> dict[Any, Any]:
 def _current_key(override: str, note: Note) -> str:
     if not override.startswith(f"{_OLD}."):
         return override
-    note(f"{override}: `{_OLD}.*` is called `{_NEW}.*` now")
+    note(f"{override}: `{_OLD}.*` has been renamed to `{_NEW}.*`")
     return _NEW + override.removeprefix(_OLD)

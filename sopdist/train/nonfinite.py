@@ -72,7 +72,7 @@ class NonFiniteGuard:
             session.engine.repair_statistics()
         if progress.nonfinite_streak == 1 and session.world.rank == 0:
             step = progress.step - 1
-            _logger.warning("step %s: NOT FINITE: %s samples are left out of the loss", step, f"{nonfinite:.0f}")
+            _logger.warning("step %s: %s samples have a non-finite loss and are excluded", step, f"{nonfinite:.0f}")
         if progress.nonfinite_streak > session.config.train.max_nonfinite_steps:
             self._stop()
 
@@ -87,7 +87,7 @@ class NonFiniteGuard:
         mine = [sample for watched in self._latest for sample in _describe(session, watched)]
         samples = [sample for rank in session.world.gather_objects(mine) for sample in rank]
         path = session.folder / f"nonfinite-step-{step}.json"
-        content: dict[str, Any] = {"step": step, "epoch": step // session.stream.steps, "steps in a row": streak}
+        content: dict[str, Any] = {"step": step, "epoch": step // session.stream.steps, "consecutive_steps": streak}
         content |= {"samples": samples}
         try:
             session.world.on_rank0(lambda: write_atomic(path, (json.dumps(content, indent=1) + "\n").encode()))

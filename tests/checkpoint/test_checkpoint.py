@@ -77,7 +77,7 @@ def test_missing_tensors_and_checkpoints_are_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=f"{saved.folder}: has no network/nothing"):
         saved.read("network/nothing")
     assert "noise" not in saved.table_names
-    with pytest.raises(DataError, match=r"has no noise table; the method that it was trained with keeps none"):
+    with pytest.raises(DataError, match=r"has no noise table; the method it was trained with does not use one"):
         saved.table("noise")
     with pytest.raises(DataError, match="no such checkpoint"):
         open_checkpoint(tmp_path / "nowhere")

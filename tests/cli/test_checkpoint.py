@@ -103,7 +103,7 @@ def test_show_counts_the_tensors_of_a_checkpoint(sopdist: Sopdist, workspace: Pa
     assert kinds["tables"]["bytes"] == sum(
         info["bytes"] for name, info in about["tensor_list"].items() if name.startswith("tables/noise/")
     )
-    assert about["tensor_list"]["tables/noise/0/u"] == {"dtype": "float32", "shape": [61], "bytes": 244, "pieces": 1}
+    assert about["tensor_list"]["tables/noise/0/u"] == {"dtype": "float32", "shape": [61], "bytes": 244, "fragments": 1}
     assert about["fingerprint"]["samples"] == SAMPLES
     noise = lines_of(workspace / "runs" / "whole", "noise")[-1]
     assert about["noise"] | {"flagged": 0} == {
@@ -159,7 +159,7 @@ def test_a_path_that_is_not_a_checkpoint_is_refused_by_name(sopdist: Sopdist, tm
     )
     assert "nowhere: no such folder" in sopdist(command, "nowhere", *more, code=1)
     output = sopdist(command, "shards", *more, code=1)
-    assert "shards: is neither a checkpoint nor a run with one" in output
+    assert "shards: is not a checkpoint, and not a run that has one" in output
     (tmp_path / "empty" / "checkpoints").mkdir(parents=True)
     assert "empty: has no complete checkpoint" in sopdist(command, tmp_path / "empty", *more, code=1)
     assert not (tmp_path / "out").exists()

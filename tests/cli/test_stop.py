@@ -77,7 +77,7 @@ def test_a_run_that_is_not_running_cannot_be_stopped(tmp_path: Path, capsys: pyt
     (tmp_path / "empty").mkdir()
     (make_run(tmp_path / "broken", "running") / "summary.json").write_text("{")
     for folder, message in (
-        (run, "is not running: it ended as 'preempted'; sopdist train --resume auto continues it"),
+        (run, "is not running: its exit status is 'preempted'; resume it with sopdist train --resume auto"),
         (tmp_path / "empty", "has no summary.json: no run has started there yet"),
         (tmp_path / "nowhere", "no such run; a run is the folder run.name inside run.folder"),
         (tmp_path / "broken", "not the summary of a run"),

@@ -49,7 +49,7 @@ BAD_DATA = {
     "evaluate.splits.test=tset": "tset: no such folder",
     "evaluate.labels=nope": "no label set 'nope'; available: clean, given",
     "run.folder=a_file": f"a_file/{RUN}: cannot be written: Not a directory; choose another folder with run.folder=...",
-    "--resume nowhere": "--resume nowhere: neither a checkpoint nor a run with one",
+    "--resume nowhere": "--resume nowhere: not a checkpoint, and not a run that has one",
 }
 ONE_STEP = ("train.max_steps=1", "evaluate.splits={}")
 
@@ -157,7 +157,7 @@ def test_two_ranks_exit_with_the_same_code_and_rank_0_reports(digits: Path, bad_
         f"data.root={bad_data}/without_shard": (DATA, "shard-000001.tar"),
         f"data.root={bad_data}/short_labels data.labels=short": (DATA, "label"),
         f"run.folder={bad_data}/a_file": (DATA, "cannot be written: Not a directory"),
-        "--resume nowhere": (DATA, "neither a checkpoint nor a run with one"),
+        "--resume nowhere": (DATA, "not a checkpoint, and not a run that has one"),
     }
     cases = [arguments(digits, tmp_path, *mistake.split(" ")) for mistake in mistakes]
     correct = arguments(digits, tmp_path, *ONE_STEP)

@@ -22,7 +22,7 @@ def assert_continued(runner: TrialRunner, trials: Sequence[Trial]) -> None:
         assert (outcome.complete[-1], outcome.damaged) == (STEPS, []), message
         operation = outcome.operations[trial.at - 1]  # removing an older one and writing a line can be done later
         failed = OLDER not in operation and operation not in ("open metrics.jsonl", "write metrics.jsonl")
-        assert outcome.log.count("COULD NOT SAVE, the run continues") == failed, message
+        assert outcome.log.count("checkpoint could not be saved; training continues") == failed, message
         run = runner.run_of(trial)
         assert json.loads((run / "summary.json").read_text())["failed_saves"] == failed, message
         assert results_of(run) == results_of(reference_of(runner, trial)), message
@@ -55,7 +55,7 @@ def test_a_write_that_fails_on_the_second_rank_fails_the_save_on_both(crash_runn
     for trial, outcome in zip(trials, crash_runner.run(trials), strict=True):
         assert outcome.operations[trial.at - 1].startswith("write checkpoints/"), trial
         assert outcome.codes == [0, 0], outcome.log
-        assert outcome.log.count("COULD NOT SAVE, the run continues") == 1, outcome.log
+        assert outcome.log.count("checkpoint could not be saved; training continues") == 1, outcome.log
         assert "rank 1: [Errno" in outcome.log
         assert (outcome.complete[-1], outcome.damaged) == (STEPS, [])
 

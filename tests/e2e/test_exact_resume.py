@@ -92,7 +92,7 @@ def killed_and_resumed(workspace: Path, case: tuple[str, int, str], name: str) -
     given = [f"run.name={name}", *keys.split()]
     assert kill_after(workspace, launcher, ranks, given) == SAVED
     ended = train(workspace, launcher, ranks, [*given, "--resume", "auto"])
-    assert f"resumes from runs/{name}/checkpoints/{name_of(SAVED)}, at step {SAVED}" in ended.err
+    assert f"resuming from runs/{name}/checkpoints/{name_of(SAVED)} at step {SAVED}" in ended.err
     return workspace / "runs" / name
 
 
@@ -129,7 +129,7 @@ def test_on_another_number_of_ranks_samples_are_the_same_the_table_is_exact_and_
         folder = killed.with_name(f"from-{before}-to-{ranks}")
         shutil.copytree(killed, folder)
         ended = train(workspace, launcher_of(ranks), ranks, [f"run.name={folder.name}", *keys, "--resume", "auto"])
-        assert f"{name_of(step)}, at step {step}" in ended.err
+        assert f"{name_of(step)} at step {step}" in ended.err
         assert losses_of(folder) == pytest.approx(losses_of(straight), rel=1e-3)
         assert order_of(folder) == order_of(straight)
         assert_loaded_exactly(saved_in(folder, step), saved_in(folder, step + 1), ranks)

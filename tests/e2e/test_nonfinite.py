@@ -24,7 +24,7 @@ def stopped_with_a_dump(folder: Path, stderr: str) -> int:
     (path,) = (folder / RUN).glob("nonfinite-step-*.json")
     dump = json.loads(path.read_text())
     assert path.name == f"nonfinite-step-{dump['step']}.json"
-    assert dump["steps in a row"] == 3
+    assert dump["consecutive_steps"] == 3
     assert dump["samples"]
     assert all("shard-00000" in sample["where"] for sample in dump["samples"])
     assert len({sample["index"] for sample in dump["samples"]}) == len(dump["samples"])

@@ -122,7 +122,7 @@ def test_whichever_process_gets_the_signal_all_ranks_stop_after_the_same_step(wo
     assert set(codes_of(started)) <= codes, started.err.read_text()
     found = assert_stopped(run)["reason"]
     assert found == reason or (found == f"rank 1: {reason}" and "exited" in reason), "either rank may see it first"
-    assert f"stopped after step {last_step(run)}: {found}; --resume auto resumes" in started.err.read_text()
+    assert f"stopped after step {last_step(run)}: {found}; use --resume auto to resume" in started.err.read_text()
 
 
 @pytest.mark.long

@@ -128,7 +128,7 @@ def test_a_setting_in_the_fingerprint_of_a_method_cannot_change_on_resume(capsys
     assert run_config("pair.yaml", ["run.name=whole", "train.max_steps=5"]) == 0
     capsys.readouterr()
     assert run_config("pair.yaml", ["run.name=whole", "method.agreement=0.5"], resume="auto") == 1
-    assert "method.agreement: 0.25 there, 0.5 here" in capsys.readouterr().err
+    assert "method.agreement: 0.25 in the checkpoint, 0.5 in this run" in capsys.readouterr().err
     assert run_config("pair.yaml", ["run.name=whole"], resume="auto") == 0
     assert run_config("pair.yaml", ["run.name=other", "method.name=ce"]) == 2, "agreement belongs to pair"
 

@@ -68,8 +68,8 @@ def test_a_config_with_the_old_section_loads_with_a_note_that_names_the_new_one(
     path = write(tmp_path, {"objective": {"name": "sop", "visits": 5, "layout": "slots"}})
     config = load(str(path), ["objective.slots=3"], notes.append)
     assert config.method == SOPSettings(visits=5, layout="slots", slots=3)
-    assert any("`objective:` is called `method:` now" in note for note in notes)
-    assert any("objective.slots=3: `objective.*` is called `method.*` now" in note for note in notes)
+    assert any("`objective:` has been renamed to `method:`; please update the file" in note for note in notes)
+    assert any("objective.slots=3: `objective.*` has been renamed to `method.*`" in note for note in notes)
     as_ce = load(str(path), ["objective.name=sop", "objective.name=ce"], notes.append)
     assert as_ce.method == CESettings(), "the old section ignored keys of another method"
     with pytest.raises(ConfigError, match="objective: and method: are the same section"):

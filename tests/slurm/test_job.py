@@ -93,7 +93,7 @@ def test_a_run_that_can_never_save_is_not_requeued_forever(job: Job, requested: 
     job.run.mkdir()
     for _ in range(3):
         ends = job.start(requested + job.summary("preempted, not saved"))
-        assert ends.endswith(f"has stopped and COULD NOT SAVE{REQUEUED}")
+        assert ends.endswith(f"has stopped, but its checkpoint could not be saved{REQUEUED}")
     assert job.start(requested + job.summary("preempted, not saved")).endswith(GIVEN_UP)
 
 

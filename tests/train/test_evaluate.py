@@ -227,6 +227,18 @@ def test_without_a_best_network_the_last_one_is_evaluated(
     assert "has no network-best.safetensors" in capsys.readouterr().err
 
 
+def test_eval_reads_the_config_of_an_older_run_without_asking_for_changes(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(trained)
+    config = (trained / "runs/small/config.yaml").read_text()
+    assert "\nmethod:\n" in config
+    (tmp_path / "config.yaml").write_text(config.replace("\nmethod:\n", "\nobjective:\n"))
+    (tmp_path / "network-last.safetensors").write_bytes((trained / "runs/small/network-last.safetensors").read_bytes())
+    assert main(["eval", str(tmp_path)]) == 0
+    assert "objective" not in caplog.text
+
+
 @pytest.mark.parametrize(
     ("split", "location"),
     [
@@ -243,8 +255,8 @@ def test_a_split_is_a_folder_in_the_root_or_a_location(split: str, location: str
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["runs"], 1, "runs: neither a run nor a checkpoint"),
-        (["nowhere"], 1, "nowhere: neither a run nor a checkpoint"),
+        (["runs"], 1, "runs: neither a run nor a complete checkpoint"),
+        (["nowhere"], 1, "nowhere: neither a run nor a complete checkpoint"),
         (["runs/small", "--split", "tset"], 1, "shards/tset"),
         (["runs/small", "--labels", "cleen"], 1, "cleen"),
         (["runs/small", "--root", "moved"], 1, "moved/"),

@@ -37,10 +37,10 @@ def test_single_steps_that_are_not_finite_are_tolerated_reported_and_counted(
         assert run.progress.step == 4 * STEPS
         assert [line["nonfinite"] for line in run.lines()] == [0, 8, 0, 0, 1, 1, 0, 0, 0, 0, 0, 0]
         assert all(torch.isfinite(value).all() for value in run.session.engine.network_state().values())
-    reported = [record.getMessage() for record in caplog.records if "NOT FINITE" in record.getMessage()]
+    reported = [record.getMessage() for record in caplog.records if "non-finite loss" in record.getMessage()]
     assert reported == [
-        "step 1: NOT FINITE: 8 samples are left out of the loss",
-        "step 4: NOT FINITE: 1 samples are left out of the loss",
+        "step 1: 8 samples have a non-finite loss and are excluded",
+        "step 4: 1 samples have a non-finite loss and are excluded",
     ]
 
 
@@ -64,7 +64,7 @@ def test_too_many_nonfinite_steps_in_a_row_end_the_run_and_the_last_one_is_dumpe
             run.train()
         rows = run.session.stream.plan(1).batches
         dump = json.loads((run.session.folder / "nonfinite-step-4.json").read_text())
-    assert (dump["step"], dump["epoch"], dump["steps in a row"]) == (4, 1, 3)
+    assert (dump["step"], dump["epoch"], dump["consecutive_steps"]) == (4, 1, 3)
     assert [sample["index"] for sample in dump["samples"]] == rows[1].tolist()
     assert all(sample["label"] == sample["index"] % 3 and sample["rank"] == 0 for sample in dump["samples"])
     assert all(f"shard-{sample['index'] // 6:06d}.tar" in sample["where"] for sample in dump["samples"])

@@ -48,6 +48,18 @@ def test_a_finished_run_returns_0_and_its_summary_says_so(config: str, tmp_path:
     assert summary(tmp_path).items() >= {"finished": True, "steps": 4, "ranks": 1, "failed_saves": 0}.items()
 
 
+def test_a_run_that_is_too_short_for_its_method_warns_with_the_visits_of_the_plan(
+    config: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Six balanced epochs with half of the samples are three visits. The batch, which is not full, does not count."""
+    keys = ["data.balanced_per_epoch=6", "train.batch=5", "train.epochs=6"]
+    assert run_config(config, keys) == OK
+    assert "3 epochs of one visit each are planned" in caplog.text
+    caplog.clear()
+    assert run_config(config, [*keys, "train.epochs=8", "run.name=longer"]) == OK, "four visits suffice"
+    assert "are planned" not in caplog.text
+
+
 def test_config_errors_and_data_errors_have_different_exit_codes(
     config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -94,7 +106,7 @@ def test_a_run_resumes_from_the_checkpoint_that_the_previous_process_saved_while
     monkeypatch.setattr("sopdist.train.session.lock_run", save_then_lock)
     with caplog.at_level(logging.INFO, "sopdist.train"):
         assert run_config(config, ["train.epochs=100", "train.max_steps=5"], resume="auto") == OK
-    assert f"resumes from {newest}, at step 4" in caplog.text
+    assert f"resuming from {newest} at step 4" in caplog.text
 
 
 def test_a_checkpoint_saved_after_the_resume_point_was_chosen_is_never_removed(

@@ -46,11 +46,11 @@ Read all files of a checkpoint, or of all complete checkpoints of a run, and com
 
 exit codes: 0 all intact, 1 a checkpoint is damaged; the message names the file"""
 RESHARD = """\
-Write the same state as a checkpoint for another number of ranks. Each rank gets one file, with its rows of the noise
-table and its share of the network and the optimizer state.
+Rewrite a checkpoint for a different number of ranks; the state stays the same. Each rank gets one file, with its rows
+of the sample tables and its share of the network and the optimizer state.
 
-A run can resume on any number of ranks without this: each rank then reads the full noise table and keeps its own rows.
-Reshard if the table is large (gigabytes) and many ranks will start from one checkpoint, repeatedly or from slow
+A run can resume on any number of ranks without this: each rank then reads the full tables and keeps its own rows.
+Reshard if the tables are large (gigabytes) and many ranks will start from one checkpoint, repeatedly or from slow
 storage: each of 512 ranks then finds its rows in one file. For a table of 100 MB it gains nothing.
 The result is a regular checkpoint: put it in place of the original in RUN/checkpoints, or start another run from it
 with --resume DIR."""
@@ -77,7 +77,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     verify = _subcommand(commands, "verify", "read all files and compare their checksums", VERIFY, run_verify)
     either = "folder of a checkpoint or of a run (all of its complete checkpoints)"
     verify.add_argument("folder", metavar="CHECKPOINT_OR_RUN", type=Path, help=either)
-    reshard = _subcommand(commands, "reshard", "write a checkpoint for another number of ranks", RESHARD, run_reshard)
+    summary = "rewrite a checkpoint for a different number of ranks"
+    reshard = _subcommand(commands, "reshard", summary, RESHARD, run_reshard)
     reshard.add_argument("folder", metavar="CHECKPOINT_OR_RUN", type=Path, help=EITHER)
     about = "number of ranks that will read it"
     reshard.add_argument("--ranks", metavar="W", type=integer(1, _MAX_RANKS), required=True, help=about)

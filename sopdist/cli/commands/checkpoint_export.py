@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     _check_out(args.out, force=args.force)
     saved = verify_checkpoint(folder)
     if "noise" in args.what and "noise" not in saved.table_names:
-        raise DataError(f"{folder}: has no noise table to export: the method that it was trained with keeps none")
+        raise DataError(f"{folder}: has no noise table to export: the method it was trained with does not use one")
     tree = config_of(saved)
     data = build(DataSettings, tree["data"], "data.")
     split = find_training_split(saved.fingerprint, data, args.data, args.labels)

@@ -7,6 +7,7 @@ import json
 from datetime import datetime
 from typing import Any
 
+from ...checkpoint import names
 from ...checkpoint.checkpoint import Checkpoint, open_checkpoint
 from ...checkpoint.folder import find_checkpoint
 from ...checkpoint.index import TensorInfo
@@ -46,7 +47,7 @@ def describe(saved: Checkpoint) -> dict[str, Any]:
     weights = [
         info.elements
         for name, info in saved.tensors.items()
-        if name.startswith("network/") and info.dtype.is_floating_point and not name.endswith(_BUFFERS)
+        if name.startswith(names.NETWORK) and info.dtype.is_floating_point and not name.endswith(_BUFFERS)
     ]
     about: dict[str, Any] = {
         "folder": str(saved.folder),
@@ -95,7 +96,7 @@ def describe_noise(noise: SavedTable) -> dict[str, Any]:
 
 def _tensor(info: TensorInfo) -> dict[str, Any]:
     dtype = str(info.dtype).removeprefix("torch.")
-    return {"dtype": dtype, "shape": list(info.shape), "bytes": info.bytes, "pieces": len(info.fragments)}
+    return {"dtype": dtype, "shape": list(info.shape), "bytes": info.bytes, "fragments": len(info.fragments)}
 
 
 def _lines(about: dict[str, Any]) -> list[str]:

@@ -97,7 +97,10 @@ def _config(args: argparse.Namespace, folder: Path) -> Config:
     from ...train.config import read_config
     from ...train.record.run_folder import CONFIG
 
-    config = read_config(folder / CONFIG, [f"data.root={args.root}"] if args.root else [])
+    def ignore(_: str) -> None:
+        """The notes ask to edit the file, but this is the record of a run, and every rank reads it."""
+
+    config = read_config(folder / CONFIG, [f"data.root={args.root}"] if args.root else [], note=ignore)
     evaluate = replace(
         config.evaluate,
         splits=named_splits(args.split) or config.evaluate.splits,
@@ -143,7 +146,7 @@ def find_network(path: Path, which: str | None) -> tuple[Path, Path]:
     if is_complete(path):
         return path.parent.parent, path
     if not (path / CONFIG).is_file():
-        raise DataError(f"{path}: neither a run nor a checkpoint that is complete")
+        raise DataError(f"{path}: neither a run nor a complete checkpoint")
     for name in {"best": (BEST,), "last": (LAST,), None: (BEST, LAST)}[which]:
         if (path / name).is_file():
             return path, path / name

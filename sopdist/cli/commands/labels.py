@@ -67,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add.add_argument("--base", metavar="SET", help="label set for the samples that a table leaves out")
     add.add_argument("--source", metavar="TEXT", help="a note on the origin of the labels, stored in NAME.json")
     add.add_argument(
-        "--as", dest="written_as", choices=(NUMBERS, NAMES), help="only needed if class names are numbers, too"
+        "--as", dest="written_as", choices=(NUMBERS, NAMES), help="only needed if class names are also numbers"
     )
     noise = _subcommand(commands, "noise", "add synthetic label noise", NOISE, _noise)
     noise.add_argument("kind", metavar="KIND", choices=list(KINDS), help="symmetric, exclusive, pair or matrix")

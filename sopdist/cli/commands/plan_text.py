@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...train.forecast import Traffic
+from ..tables import format_table
 from ..units import format_bytes
 
 Row = tuple[str, str, str, str]  # section, quantity, value, remark
@@ -13,15 +14,10 @@ Row = tuple[str, str, str, str]  # section, quantity, value, remark
 def as_text(plan: dict[str, Any]) -> str:
     """The plan as an aligned table."""
     lines = [row for rows in (_work_rows, _method_rows, _schedule_rows, _network_rows) for row in rows(plan)]
-    widths = [max(len(line[column]) for line in lines) for column in range(3)]
-    text = [f"plan of {plan['run']} on {_ranks(plan['world_size'])}, sizes from {plan['source']}", ""]
-    section = None
-    for line in lines:
-        shown = "" if line[0] == section else line[0]
-        section = line[0]
-        cells = (shown.ljust(widths[0]), line[1].ljust(widths[1]), line[2].rjust(widths[2]), line[3])
-        text.append("  ".join(cells).rstrip())
-    return "\n".join(text)
+    sections = ["", *(section for section, *_ in lines)]
+    rows = [("" if line[0] == before else line[0], *line[1:]) for before, line in zip(sections, lines, strict=False)]
+    title = f"plan of {plan['run']} on {_ranks(plan['world_size'])}, sizes from {plan['source']}"
+    return f"{title}\n\n{format_table(None, rows, left=(0, 1, 3))}"
 
 
 def _work_rows(plan: dict[str, Any]) -> list[Row]:
@@ -59,7 +55,8 @@ def _method_rows(plan: dict[str, Any]) -> list[Row]:
         rows.append(("exchange", "bytes", "0", "one rank owns every row"))
     if outlook is not None:
         visits = "never" if outlook["visits"] is None else f"{outlook['visits']:,.4g}"
-        rows.append(("method", "visits until it acts", visits, f"{outlook['planned']:,.4g} planned per sample"))
+        planned = f"{outlook['planned']:,.4g} planned per sample"
+        rows.append(("method", "visits until a label is flagged", visits, planned))
         rows.append(
             ("method", "can act", "yes" if outlook["works"] else "NO", "" if outlook["works"] else outlook["text"])
         )
@@ -73,7 +70,7 @@ def _traffic_rows(traffic: Traffic) -> list[Row]:
     ratio = 1 / traffic.of_dense
     dense = f"1/{ratio:,.1f}" if ratio > 1 else f"{traffic.of_dense:.2f}"
     return [
-        ("exchange", "samples that travel", f"{traffic.travelling:.1%}", "those whose row another rank owns"),
+        ("exchange", "samples exchanged", f"{traffic.travelling:.1%}", "those whose row another rank owns"),
         ("exchange", "bytes per such sample", f"{sample:,}", f"row {traffic.row_bytes:,}, facts {traffic.fact_bytes}"),
         ("exchange", "per step, all ranks", format_bytes(traffic.step_bytes), "both ways, on average"),
         ("exchange", "per step, sent by a rank", format_bytes(traffic.rank_bytes), "on average"),

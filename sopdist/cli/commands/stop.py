@@ -46,10 +46,12 @@ def ask_to_stop(folder: Path) -> str:
     if status == FINISHED:
         return f"{folder} has already finished: nothing to do"
     if status != "running":
-        raise DataError(f"{folder} is not running: it ended as {status!r}; sopdist train --resume auto continues it")
+        raise DataError(
+            f"{folder} is not running: its exit status is {status!r}; resume it with sopdist train --resume auto"
+        )
     if _is_unlocked(folder / LOCK):
         raise DataError(
-            f"{folder} is not running: its process has died; sopdist train --resume auto continues it. (If "
+            f"{folder} is not running: its process has died; resume it with sopdist train --resume auto. (If "
             f"the file system does not support locks, this may be wrong: create a file {STOP} in the folder then)"
         )
     try:

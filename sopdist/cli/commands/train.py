@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     resume = "auto: resume from the newest checkpoint of the run, if there is one; PATH: from this checkpoint "
     resume += "(later ones of the same run are renamed to step-*.later); none: start from scratch (default)"
     parser.add_argument("--resume", default="none", metavar="auto|PATH|none", help=resume)
-    allow = "resume although KEY differs from the checkpoint: labels, method.name, method.variant or optim.name; "
+    allow = "allow KEY to differ from the checkpoint: labels, method.name, method.variant or optim.name; "
     allow += "may be repeated"
     parser.add_argument("--allow-change", action="append", default=[], metavar="KEY", help=allow)
     parser.add_argument(

@@ -10,7 +10,7 @@ Expected layout under --root (the .txt files directly in it, or in annotations/)
   images/...                    with any subfolders; --root may also be the images folder itself
 
 Splits: train (noisy_train_key_list.txt, in its order), clean_train, val, test. Label sets: given and clean. In train,
-clean is known only for the images that humans labelled, too, and is -1 for all others.
+clean is known only for the images that humans also labelled, and is -1 for all others.
 """
 
 from __future__ import annotations

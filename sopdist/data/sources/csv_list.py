@@ -13,7 +13,7 @@ split    train, val, ...; without this column, all images belong to train (optio
 
 Classes: with --classes FILE, its lines, in that order; a label is then one of these names, or a line number from 0.
 Without it, if all labels are numbers, 0 to the largest; if none is, the names that occur, sorted by bytes.
-If class names are numbers, too, --as says what labels are.
+If class names are also numbers, --as says how to read the labels.
 
 Splits: those in the table; if there is a train but no val, --val FRACTION holds one out. Images keep the order of the
 table. Label sets: given and, with that column, clean.
@@ -68,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--as",
         dest="written_as",
         choices=(NUMBERS, NAMES),
-        help="what labels are, if class names are numbers, too",
+        help="how to read the labels, if class names are also numbers",
     )
 
 

@@ -189,7 +189,9 @@ def _check(accelerator: Accelerator, kind: Kind, device: str, env: LaunchEnv) ->
             for name, got, want in zip(fields, found, wanted, strict=True)
             if got != want
         )
-        raise ConfigError(f"engine.kind = {kind}: accelerate set up something else: {wrong}; started by {env.launcher}")
+        raise ConfigError(
+            f"engine.kind = {kind}: accelerate created a different setup: {wrong}; started by {env.launcher}"
+        )
 
 
 @contextmanager

@@ -83,7 +83,7 @@ class Watchdog:
 
     def _exit(self, message: str, report: bool) -> None:
         if report and not was_interrupted():
-            print(f"{message}: the job stops", file=sys.stderr, flush=True)
+            print(f"{message}: stopping the job", file=sys.stderr, flush=True)
         time.sleep(GRACE)
         os._exit(INTERRUPTED if was_interrupted() else LOST)
 

@@ -44,7 +44,7 @@ class MetricsFile:
         except OSError as error:
             if not self._failed:
                 reason = error.strerror or error
-                _logger.warning("%s: CANNOT BE WRITTEN: %s; the run continues and will retry", self.path, reason)
+                _logger.warning("%s: cannot be written: %s; the run continues and will retry", self.path, reason)
             self._failed = True
             return
         self._waiting.clear()

@@ -20,6 +20,7 @@ from ...data.batch import Batch
 from ...methods import StepOutput
 from ...sample_table import ExchangeStats
 from ..distributed.world import CollectiveError
+from ..forecast import DataSizes, outlook_of, steps_of
 from ..progress import Progress
 from ..session import Session
 from .clock import Clock
@@ -74,9 +75,9 @@ class Reporter:
             f"{session.total_steps:,}",
         )  # fmt: skip
         if checkpoint is not None:
-            _logger.info("resumes from %s, at step %s", checkpoint, f"{self._progress.step:,}")
-        visits = min(config.train.epochs, session.total_steps * config.train.batch / len(session.stream.split))
-        outlook = session.method.outlook(visits, config.optim.lr)
+            _logger.info("resuming from %s at step %s", checkpoint, f"{self._progress.step:,}")
+        data = DataSizes(len(session.stream.split), len(session.classes), session.stream.epoch_samples, {})
+        outlook = outlook_of(config, session.method, data, steps_of(config, data))
         if outlook is not None and not outlook.works:
             _logger.warning("%s", outlook.text)
         self.run_log.rewind(self._progress.step)  # from here on there is a progress bar
@@ -89,7 +90,7 @@ class Reporter:
         summary = {"steps": progress.step, "ranks": session.world.size, "engine": session.engine_name}
         summary |= {"seconds": time.time() - self._started, "failed_saves": progress.failed_saves}
         if progress.failed_saves:
-            _logger.warning("%s: %s SAVES FAILED", session.folder, progress.failed_saves)
+            _logger.warning("%s: %s saves failed", session.folder, progress.failed_saves)
         if progress.network_lost:
             summary["exit"] = "the last network could not be saved"
         written = self.run_log.finish(summary, finished=not progress.network_lost)
@@ -109,8 +110,9 @@ class Reporter:
         summary |= {"failed_saves": self._progress.failed_saves}
         self.run_log.finish(summary, finished=False)
         session.requests.acknowledge_stop()  # after the summary, which `sopdist stop` reads before it requests a stop
-        where = "there" if saved else f"from step {saved_step}: THE LAST STEPS ARE NOT SAVED"
-        _logger.warning("%s: stopped after step %s: %s; --resume auto resumes %s", session.folder, step, reason, where)
+        where = "this step" if saved else f"step {saved_step}; later steps were not saved"
+        advice = f"use --resume auto to resume from {where}"
+        _logger.warning("%s: stopped after step %s: %s; %s", session.folder, step, reason, advice)
 
     def fail(self, reason: str) -> None:
         """Record that the run ends with an error. Not collective."""
@@ -198,7 +200,7 @@ class Reporter:
             try:
                 write_suspects(path, readout, given, session.classes, session.config.log.suspects)
             except OSError as error:
-                _logger.warning("%s: CANNOT BE WRITTEN: %s", path, error.strerror or error)
+                _logger.warning("%s: cannot be written: %s", path, error.strerror or error)
 
     # -- saved state, in the section `step_metrics` --------------------------------------------------------------------
 

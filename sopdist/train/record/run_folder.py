@@ -100,7 +100,7 @@ def lock_run(folder: Path) -> IO[str] | None:
             holder = file.read().strip() or "unknown"
             file.close()
             raise DataError(
-                f"{folder}: another process is running this run: {holder}; stop it with `sopdist stop {folder}`"
+                f"{folder}: another process is already using this run: {holder}; stop it with `sopdist stop {folder}`"
             )
         time.sleep(0.2)
     file.truncate(0)

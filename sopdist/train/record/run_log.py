@@ -116,7 +116,7 @@ class RunLog:
         try:
             write_atomic(self.folder / name, text.encode(errors="replace"))
         except OSError as error:
-            _logger.warning("%s: CANNOT BE WRITTEN: %s", self.folder / name, error.strerror or error)
+            _logger.warning("%s: cannot be written: %s", self.folder / name, error.strerror or error)
             return False
         return True
 

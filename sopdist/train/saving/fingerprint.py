@@ -88,16 +88,16 @@ def compare(
         there, now = _short(saved.get(key)), _short(here[key])
         if key == "labels":
             there, now = f"{label_sets[0]} {there}".strip(), f"{label_sets[1]} {now}".strip()
-        text = f"{key}: {there} there, {now} here"
+        text = f"{key}: {there} in the checkpoint, {now} in this run"
         if key in allow:
             allowed.append(text)
         elif key in changes:
-            refused.append(f"{text} (--allow-change {key} resumes nevertheless: {changes[key]})")
+            refused.append(f"{text} (use --allow-change {key} to resume anyway: {changes[key]})")
         else:
             refused.append(text)
     if refused:
         differences = "\n  ".join(refused)
-        raise DataError(f"{where}: belongs to another run:\n  {differences}\nstart a new run with another run.name")
+        raise DataError(f"{where}: belongs to another run:\n  {differences}\nstart a new run with a different run.name")
     return allowed
 
 

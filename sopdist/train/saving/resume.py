@@ -55,13 +55,13 @@ def find_resume_point(world: World, run: Path, resume: str) -> ResumePoint:
         except CollectiveError as error:
             damaged.append(folder)
             if world.rank == 0:
-                _logger.warning("%s CANNOT BE USED, trying the one before: %s", folder.name, error)
+                _logger.warning("%s cannot be used; trying the previous checkpoint: %s", folder.name, error)
         else:
             return ResumePoint(folder, damaged)
     if damaged:
         raise CollectiveError(
-            f"{run}: none of its {len(damaged)} checkpoints is intact; run.name=... starts another run, "
-            f"--resume PATH resumes from elsewhere"
+            f"{run}: none of its {len(damaged)} checkpoints is intact; start a new run with run.name=..., or use "
+            f"--resume PATH"
         )
     return ResumePoint()
 
@@ -76,7 +76,7 @@ def load_checkpoint(
     label_sets, changes = (_label_set(saved), session.config.data.labels), allowed_changes(session.config)
     allowed = world.on_all_ranks(lambda: compare(folder, there, here, allow, changes, label_sets))
     if allowed and world.rank == 0:
-        _logger.warning("%s: resumes, as allowed, with %s", folder, "; ".join(allowed))
+        _logger.warning("%s: resuming with these allowed changes: %s", folder, "; ".join(allowed))
 
     def unchanged(key: str) -> bool:
         return bool(there.get(key) == here[key])
@@ -101,8 +101,8 @@ def is_finished(session: Session, progress: Progress, folder: Path) -> bool:
     step, end = progress.step, session.total_steps
     if step > end:
         raise CollectiveError(
-            f"{folder}: was saved at step {step:,}, but with this config the run ends after {end:,}: train.epochs=... "
-            f"or train.max_steps=... for a later end, --resume PATH for an earlier step",
+            f"{folder}: was saved at step {step:,}, but this config ends the run after step {end:,}; increase "
+            f"train.epochs or train.max_steps, or resume from an earlier checkpoint with --resume PATH",
             config=True,
         )
 
@@ -113,7 +113,7 @@ def is_finished(session: Session, progress: Progress, folder: Path) -> bool:
 
     done: bool = session.world.on_rank0(finished)
     if done and session.world.rank == 0:
-        _logger.info("%s is finished already: nothing to do; train.epochs=... continues it", session.folder)
+        _logger.info("%s has already finished; increase train.epochs to continue it", session.folder)
     return done
 
 
@@ -138,7 +138,7 @@ def _refuse_newer(session: Session, progress: Progress, point: ResumePoint) -> N
         if step_of(folder) > progress.step and folder not in point.damaged:
             raise DataError(
                 f"{folder}: was saved by another process while this one started from step {progress.step}; "
-                f"when that has ended, use --resume auto"
+                f"wait until that process exits, then use --resume auto"
             )
 
 
@@ -146,10 +146,10 @@ def _named(run: Path, resume: str) -> Path:
     path = Path(resume)
     complete = [path] if is_complete(path) else complete_checkpoints(path)
     if not complete:
-        raise DataError(f"--resume {resume}: neither a checkpoint nor a run with one")
+        raise DataError(f"--resume {resume}: not a checkpoint, and not a run that has one")
     if complete_checkpoints(run) and complete[-1].resolve().parent.parent != run.resolve():
         raise DataError(
-            f"--resume {resume}: belongs to another run, and {run} has checkpoints: run.name=... starts a new one"
+            f"--resume {resume}: belongs to another run, but {run} already has checkpoints; choose a different run.name"
         )
     return complete[-1]
 

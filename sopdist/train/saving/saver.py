@@ -62,7 +62,7 @@ class Saver:
         session, progress, world = self._session, self._progress, self._session.world
         if progress.nonfinite_streak:
             if world.rank == 0:
-                _logger.warning("step %s is NOT SAVED: it is not finite", progress.step)
+                _logger.warning("step %s: no checkpoint saved, because the loss is not finite", progress.step)
             return
         with self._reporter.clock.part("checkpoint"):
             self.wait()
@@ -129,7 +129,7 @@ class Saver:
     def _failed(self, reason: str) -> None:
         self._progress.failed_saves += 1
         if self._session.world.rank == 0:
-            _logger.warning("COULD NOT SAVE, the run continues: %s", reason)
+            _logger.warning("checkpoint could not be saved; training continues: %s", reason)
 
     def _about(self, contents: Sequence[Content]) -> dict[str, Any]:
         session = self._session

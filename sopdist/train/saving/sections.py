@@ -106,7 +106,7 @@ class MethodSection:
         dropped = world.sum([world.on_all_ranks(lambda: self._load_tables(saved))])[0]
         if dropped and world.rank == 0:
             _logger.warning(
-                "%s: rows of its tables hold more entries than fit here: %s of the smallest ARE DROPPED; %s",
+                "%s: its tables have more entries per row than fit here; dropped the %s smallest entries. %s",
                 saved.folder, f"{dropped:,.0f}", self._method.dropped_entries_advice,
             )  # fmt: skip
 

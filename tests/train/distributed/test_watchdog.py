@@ -46,11 +46,11 @@ def start_ranks(ranks: int, *arguments: str) -> tuple[list[int], list[str], list
 def test_a_killed_rank_is_named_once_and_the_others_exit(victim: int) -> None:
     codes, stderr, pids = start_ranks(3, "sleep", str(victim))
     assert codes == [KILLED if rank == victim else LOST for rank in range(3)]
-    lines = [line for text in stderr for line in text.splitlines() if "the job stops" in line]
+    lines = [line for text in stderr for line in text.splitlines() if "stopping the job" in line]
     assert len(lines) == 1
     assert lines[0].startswith(f"rank {victim} (pid {pids[victim]} on ")
-    assert lines[0].endswith(") has died: the job stops")
-    assert "the job stops" in stderr[1 if victim == 0 else 0]  # printed by the lowest remaining rank
+    assert lines[0].endswith(") has died: stopping the job")
+    assert "stopping the job" in stderr[1 if victim == 0 else 0]  # printed by the lowest remaining rank
 
 
 @pytest.mark.long
@@ -58,7 +58,7 @@ def test_a_rank_on_another_machine_without_heartbeats_is_lost() -> None:
     codes, stderr, pids = start_ranks(2, "machines", "1", "4")
     assert codes == [LOST, KILLED]
     assert f"rank 1 (pid {pids[1]} on " in stderr[0]
-    assert "sent no heartbeat for 4 s: the job stops" in stderr[0]
+    assert "sent no heartbeat for 4 s: stopping the job" in stderr[0]
 
 
 @pytest.mark.long
@@ -66,14 +66,14 @@ def test_the_loss_of_the_machine_that_runs_the_store_is_noticed() -> None:
     codes, stderr, pids = start_ranks(2, "machines", "0", "4")
     assert codes == [KILLED, LOST]
     assert f"rank 0 (pid {pids[0]} on " in stderr[1]
-    assert "can no longer be reached: the job stops" in stderr[1]
+    assert "can no longer be reached: stopping the job" in stderr[1]
 
 
 @pytest.mark.parametrize("more", [[], ["0", "1"]])  # on one machine; on two, with a heartbeat timeout of a second
 def test_a_normal_shutdown_triggers_nothing_although_ranks_exit_at_different_times(more: list[str]) -> None:
     codes, stderr, _ = start_ranks(2, "end", *more)
     assert codes == [0, 0], stderr
-    assert "the job stops" not in "".join(stderr)
+    assert "stopping the job" not in "".join(stderr)
 
 
 def test_a_zombie_and_a_reused_pid_are_not_alive() -> None:

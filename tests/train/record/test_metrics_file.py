@@ -138,6 +138,6 @@ print("afterwards:", [json.loads(line)["step"] for line in path.read_text().spli
     result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stdout
     failed, recovered, *printed = sorted(result.stdout.splitlines(), key=lambda text: not text.startswith("warned"))
-    assert failed == "warned: run/m.jsonl: CANNOT BE WRITTEN: No space left on device; the run continues and will retry"
+    assert failed == "warned: run/m.jsonl: cannot be written: No space left on device; the run continues and will retry"
     assert recovered == "warned: run/m.jsonl: can be written again"
     assert printed == ["while full: [0] True", "afterwards: [0, 1, 2, 3, 4, 5, 6]"]

@@ -161,7 +161,9 @@ def test_two_processes_cannot_train_the_same_run(tmp_path: Path, monkeypatch: py
     ) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == "locked\n"
-        with pytest.raises(DataError, match=rf"another process is running this run: pid {other.pid} on .*sopdist stop"):
+        with pytest.raises(
+            DataError, match=rf"another process is already using this run: pid {other.pid} on .*sopdist stop"
+        ):
             lock_run(tmp_path)
         other.kill()
         other.wait(30)

@@ -152,7 +152,7 @@ def test_a_summary_that_cannot_be_written_is_a_warning(tmp_path: Path, caplog: p
     (tmp_path / SUMMARY_CSV).mkdir()
     with caplog.at_level(logging.WARNING):
         assert not run_log.finish({}, finished=True)
-    assert f"{SUMMARY_CSV}: CANNOT BE WRITTEN: Is a directory" in caplog.text
+    assert f"{SUMMARY_CSV}: cannot be written: Is a directory" in caplog.text
     assert summary_of(tmp_path)["finished"] is True
 
 
@@ -164,7 +164,7 @@ def test_a_run_whose_folder_is_deleted_continues(tmp_path: Path, caplog: pytest.
     with caplog.at_level(logging.WARNING):
         log_epoch(run_log, 0, 0.5)
         assert not run_log.finish({}, finished=False)
-    assert caplog.text.count(f"{METRICS}: CANNOT BE WRITTEN") == 1
+    assert caplog.text.count(f"{METRICS}: cannot be written") == 1
 
 
 def test_rows_have_the_latest_training_metrics_and_omit_epochs_without_evaluation() -> None:

@@ -115,13 +115,13 @@ def test_a_change_of_any_key_but_the_layout_is_refused_with_both_values(workspac
             compare("x", saved, here, (), MEANINGS)
         error = str(caught.value)
         assert error.startswith("x: belongs to another run:")
-        assert f"{key}: {shown(saved, key)} there, another here" in error
-        assert (f"--allow-change {key} resumes nevertheless: what changes with {key})" in error) == (key in CHANGEABLE)
+        assert f"{key}: {shown(saved, key)} in the checkpoint, another in this run" in error
+        assert (f"use --allow-change {key} to resume anyway: what changes with {key})" in error) == (key in CHANGEABLE)
         without = {name: value for name, value in saved.items() if name != key}
         if key == EPOCH:  # older checkpoints do not have it
             assert compare("x", without, saved, (), MEANINGS) == []
             continue
-        with pytest.raises(DataError, match=f"{key}: None there"):
+        with pytest.raises(DataError, match=f"{key}: None in the checkpoint"):
             compare("x", without, saved, (), MEANINGS)
 
 
@@ -130,19 +130,21 @@ def test_other_labels_are_refused_with_the_names_of_both_label_sets(
 ) -> None:
     resume("sop", "other-labels", "data.labels=given", code=1)
     digest = shown(saved_in(workspace), "labels")
-    assert f"labels: wrong {digest} there, given " in capsys.readouterr().err
+    assert f"labels: wrong {digest} in the checkpoint, given " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("key", CHANGEABLE)
 def test_an_allowed_change_is_reported_and_does_not_allow_others(workspace: Path, key: str) -> None:
     saved = saved_in(workspace)
     here = saved | {key: "another"}
-    assert compare("x", saved, here, [key], MEANINGS) == [f"{key}: {shown(saved, key)} there, another here"]
+    assert compare("x", saved, here, [key], MEANINGS) == [
+        f"{key}: {shown(saved, key)} in the checkpoint, another in this run"
+    ]
     with pytest.raises(DataError, match=r"run\.seed"):
         compare("x", saved, here | {"run.seed": 99}, [key], MEANINGS)
     others = [other for other in CHANGEABLE if other != key]
     if key != "method.name":
-        with pytest.raises(DataError, match=f"{key}: .* there, another here"):
+        with pytest.raises(DataError, match=f"{key}: .* in the checkpoint, another in this run"):
             compare("x", saved, here, others, MEANINGS)
 
 
@@ -183,11 +185,11 @@ def test_a_change_is_refused_unless_it_is_allowed_and_then_the_run_resumes(
     name = change.replace(" ", "-")
     folder = resume(run, name, *overrides, code=1)
     stderr = capsys.readouterr().err
-    assert all(f"(--allow-change {key} resumes nevertheless" in stderr for key in keys)
+    assert all(f"(use --allow-change {key} to resume anyway: " in stderr for key in keys)
     assert not (folder / "metrics.jsonl").exists()
     with caplog.at_level(logging.WARNING, "sopdist.train"):
         resume(run, name, *overrides, allow=keys)
-    assert "resumes, as allowed, with " + keys[0] in caplog.text
+    assert "resuming with these allowed changes: " + keys[0] in caplog.text
     assert [line["step"] for line in lines_of(folder)] == list(range(STEPS + 1, 2 * STEPS + 1))
     assert all(0 < line["loss"] < 20 for line in lines_of(folder))
 
@@ -220,7 +222,7 @@ def test_labels_that_change_the_length_of_an_epoch_are_refused_even_if_labels_ma
     balanced = (*PLAIN, f"data.balanced_per_epoch={10 * len(manifest.classes)}")
     assert run_config("small.yaml", ["run.name=even", *balanced, "train.max_steps=2"]) == 0
     resume("even", "uneven", *balanced, "data.labels=one-class", allow=("labels",), code=1)
-    assert f"{EPOCH}: 4 there, 2 here" in capsys.readouterr().err
+    assert f"{EPOCH}: 4 in the checkpoint, 2 in this run" in capsys.readouterr().err
 
 
 def test_a_new_optimizer_starts_without_state(resume: Train) -> None:
@@ -235,5 +237,5 @@ def test_allowing_changes_that_do_not_occur_has_no_effect(resume: Train, caplog:
     with caplog.at_level(logging.WARNING, "sopdist.train"):
         plain = resume("sop", "plain")
         allowed = resume("sop", "allowed", allow=CHANGEABLE)
-    assert "as allowed" not in caplog.text
+    assert "allowed changes" not in caplog.text
     assert [line["loss"] for line in lines_of(plain)] == [line["loss"] for line in lines_of(allowed)]

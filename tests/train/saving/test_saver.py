@@ -118,7 +118,7 @@ def test_resuming_a_finished_run_does_nothing(train: Train, caplog: pytest.LogCa
     before = files_of(folder)
     with caplog.at_level(logging.INFO, "sopdist.train"):
         train("finished", "train.epochs=1", "optim.lr=0.001", resume="auto")  # not its learning rate
-    assert "runs/finished is finished already: nothing to do" in caplog.text
+    assert "runs/finished has already finished; increase train.epochs to continue it" in caplog.text
     assert files_of(folder) == before
     train("finished", "train.epochs=2", resume="auto")
     assert len(losses_of(folder)) == 2 * STEPS
@@ -129,7 +129,7 @@ def test_a_config_that_ends_before_the_checkpoint_is_refused(train: Train, capsy
     before = files_of(folder)
     assert run_config("small.yaml", ["run.name=long", "train.epochs=1"], resume="auto") == 2
     stderr = capsys.readouterr().err
-    assert f"was saved at step {2 * STEPS}, but with this config the run ends after {STEPS}" in stderr
+    assert f"was saved at step {2 * STEPS}, but this config ends the run after step {STEPS}; increase" in stderr
     assert files_of(folder) == before
 
 
@@ -150,8 +150,8 @@ def test_entries_that_do_not_fit_into_the_slots_of_a_resumed_run_are_counted(
     start = NoiseTable(len(rows["v"]), rows["v"].shape[1], layout="dense", seed=0).v
     dropped = int(((rows["v"] != start).sum(1) - slots).clamp_min(0).sum())
     assert (dropped > 0) == warns
-    assert (f"{dropped:,} of the smallest ARE DROPPED; method.slots=..." in caplog.text) == warns
-    assert ("ARE DROPPED" in caplog.text) == warns
+    assert (f"dropped the {dropped:,} smallest entries. method.slots=..." in caplog.text) == warns
+    assert ("smallest entries" in caplog.text) == warns
 
 
 def test_a_table_is_resumed_in_the_other_layout(train: Train, workspace: Path) -> None:
@@ -165,15 +165,15 @@ def test_a_table_is_resumed_in_the_other_layout(train: Train, workspace: Path) -
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("run.seed=5", "run.seed: 0 there, 5 here"),
-        ("train.batch=10", "train.batch: 9 there, 10 here"),
-        ("model.name=mlp", "model.name: small_conv there, mlp here"),
-        ('method={"name":ce}', "method.name: sop there, ce here"),
-        ("method.variant=paper method.visits=null", "method.variant: flow there, paper here"),
-        ("optim.name=adamw", "optim.name: sgd there, adamw here"),
-        ("data.balanced_per_epoch=20", "data.balanced_per_epoch: 0 there, 20 here"),
+        ("run.seed=5", "run.seed: 0 in the checkpoint, 5 in this run"),
+        ("train.batch=10", "train.batch: 9 in the checkpoint, 10 in this run"),
+        ("model.name=mlp", "model.name: small_conv in the checkpoint, mlp in this run"),
+        ('method={"name":ce}', "method.name: sop in the checkpoint, ce in this run"),
+        ("method.variant=paper method.visits=null", "method.variant: flow in the checkpoint, paper in this run"),
+        ("optim.name=adamw", "optim.name: sgd in the checkpoint, adamw in this run"),
+        ("data.balanced_per_epoch=20", "data.balanced_per_epoch: 0 in the checkpoint, 20 in this run"),
         ("data.labels=given", "labels: "),
-        ("data.split=val data.labels=wrong", "samples: 61 there, 30 here"),
+        ("data.split=val data.labels=wrong", "samples: 61 in the checkpoint, 30 in this run"),
     ],
 )
 def test_a_checkpoint_of_another_run_is_refused_with_both_values(
@@ -185,8 +185,8 @@ def test_a_checkpoint_of_another_run_is_refused_with_both_values(
     stderr = capsys.readouterr().err
     assert f"{resume_from}: belongs to another run:" in stderr
     assert message in stderr
-    assert "there, " in stderr
-    assert "start a new run with another run.name" in stderr
+    assert " in the checkpoint, " in stderr
+    assert "start a new run with a different run.name" in stderr
 
 
 def test_a_refused_resume_leaves_the_run_unchanged(train: Train) -> None:
@@ -214,7 +214,10 @@ def test_a_checkpoint_of_another_run_is_refused_in_a_folder_that_contains_a_run(
 ) -> None:
     train("taken", "train.max_steps=2")
     train("taken", resume=str(checkpoint(workspace / "runs" / "whole", STEPS)), code=1)
-    assert "belongs to another run, and runs/taken has checkpoints" in capsys.readouterr().err
+    assert (
+        "belongs to another run, but runs/taken already has checkpoints; choose a different run.name"
+        in capsys.readouterr().err
+    )
 
 
 def test_incomplete_checkpoints_are_ignored_and_removed_at_the_next_start(train: Train) -> None:
@@ -231,7 +234,7 @@ def test_a_missing_checkpoint_is_an_error_that_names_the_option(
     train: Train, capsys: pytest.CaptureFixture[str]
 ) -> None:
     train("nothing", resume="runs/nobody", code=1)
-    assert "--resume runs/nobody: neither a checkpoint nor a run with one" in capsys.readouterr().err
+    assert "--resume runs/nobody: not a checkpoint, and not a run that has one" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["rank-0-of-1.safetensors", "checkpoint.json", "complete"])
@@ -245,7 +248,7 @@ def test_auto_falls_back_to_the_checkpoint_before_a_damaged_one_and_reports_it(
     (newest / name).write_bytes(content)
     with caplog.at_level(logging.WARNING, "sopdist.train"):
         train(f"damaged-{name}", "optim.schedule=constant", resume="auto")
-    assert "step-00000014 CANNOT BE USED, trying the one before" in caplog.text
+    assert "step-00000014 cannot be used; trying the previous checkpoint" in caplog.text
     assert str(newest.relative_to(workspace)) in caplog.text
     assert (folder / "checkpoints" / "step-00000014.damaged").is_dir()
     assert len(losses_of(folder)) == 3 * STEPS
@@ -341,7 +344,7 @@ def test_a_checkpoint_that_cannot_be_written_costs_a_warning_not_the_run(
     (folder / "checkpoints").write_text("in the way")
     with caplog.at_level(logging.WARNING, "sopdist.train"):
         train("unlucky", "train.epochs=1")
-    assert "COULD NOT SAVE, the run continues" in caplog.text
+    assert "checkpoint could not be saved; training continues" in caplog.text
     assert (folder / "network-last.safetensors").is_file()
     assert len(losses_of(folder)) == STEPS
 
