@@ -158,6 +158,8 @@ def test_a_run_that_continues_with_another_method_starts_without_the_state_of_th
 EVERY_METHOD = {name: f"{{name: {name}}}" for name in METHODS}
 EVERY_METHOD |= {
     "SOP+": "{name: sop, consistency: 0.9, balance: 0.1, visits: 1.5, layout: slots}",
+    "SOP from the second epoch": "{name: sop, onset: 1, visits: 1.5}",
+    "SOP with automatic onset": "{name: sop, onset: auto, layout: slots}",
     "pair": "{name: pair, agreement: 0.25}",
 }
 
