@@ -27,7 +27,7 @@ $(READY): pyproject.toml requirements.lock sopdist/noise/kernels/native.c sopdis
 	@echo "  torchvision and timm (without dependencies, which would replace torch)"
 	@$(PIP) --no-deps $(call LOCKED,torchvision) $(call LOCKED,timm)
 	@echo "  everything else"
-	@$(PIP) -c requirements.lock --no-build-isolation --config-settings editable_mode=compat -e '.[triton,data,train,timm,theory,export,dev]'
+	@$(PIP) -c requirements.lock --no-build-isolation --config-settings editable_mode=compat -e '.[triton,data,train,timm,theory,bench,export,dev]'
 	@$(BIN)/python -c 'from sopdist.noise.kernels import native_kernels as n; n.is_built() or print( \
 		"No C compiler found: the CPU kernels are not built, and the slower reference is used. On Debian: apt-get install gcc")'
 	@touch $@

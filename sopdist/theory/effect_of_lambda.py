@@ -17,11 +17,11 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from ..cli.units import pluralize
+from ..processes import run_tasks
 from .arguments import add_common_arguments, add_sizes, create_folder, write_results
 from .convex import ConvexProgram
 from .figures import COLOURS, MARKERS, new_figure
-from .problem import RECOVERED, Array, ProblemError, random_problem, relative_error
-from .trials import run_tasks, trial_generator
+from .problem import RECOVERED, Array, ProblemError, random_problem, relative_error, trial_generator
 
 NAME = "lambda"
 LAMBDAS = (1e-4, 1.0)

@@ -21,6 +21,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from ..cli.units import pluralize
+from ..processes import run_tasks
 from .arguments import add_common_arguments, add_problem, create_folder, positive, write_results
 from .convex import ConvexProgram
 from .descent import TOLERANCE, descend
@@ -35,8 +36,8 @@ from .problem import (
     random_problem,
     relative_difference,
     relative_error,
+    trial_generator,
 )
-from .trials import run_tasks, trial_generator
 
 NAME = "implicit-bias"
 ALPHAS, LAMBDAS = (4.0, 4000.0), (1e-4, 1.0)  # the paper's ranges

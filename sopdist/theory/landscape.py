@@ -16,11 +16,11 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from ..cli.tables import format_table
+from ..processes import run_tasks
 from .arguments import add_common_arguments, add_problem, create_folder, write_results
 from .critical_points import Point, construct_critical_point, find_critical_point, gradient, hessian, residual
 from .figures import COLOURS, MARKERS, new_figure
-from .problem import Problem, check_sizes, random_problem
-from .trials import run_tasks, trial_generator
+from .problem import Problem, check_sizes, random_problem, trial_generator
 
 NAME = "landscape"
 ZERO = 1e-6  # a residual (relative to the largest |y|) or an eigenvalue below this counts as 0

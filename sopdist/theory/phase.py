@@ -16,11 +16,11 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from ..cli.units import pluralize
+from ..processes import run_tasks
 from .arguments import add_common_arguments, add_sizes, create_folder, positive, write_results
 from .convex import ConvexProgram
 from .figures import new_figure, plot_boundary, plot_map
-from .problem import RECOVERED, Array, check_sizes, guarantee, random_problem, relative_error
-from .trials import run_tasks, trial_generator
+from .problem import RECOVERED, Array, check_sizes, guarantee, random_problem, relative_error, trial_generator
 
 NAME = "phase"
 

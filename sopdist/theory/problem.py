@@ -145,3 +145,8 @@ def relative_difference(one: Array, other: Array) -> float:
     """|one - other| divided by the larger of the two norms; 0 if both are 0."""
     size = max(float(np.linalg.norm(one)), float(np.linalg.norm(other)))
     return float(np.linalg.norm(one - other)) / (size or 1.0)
+
+
+def trial_generator(seed: int, *key: int) -> np.random.Generator:
+    """The random numbers of one trial: a function of the seed and the trial's key, not of the order of trials."""
+    return np.random.default_rng([seed, *key])

@@ -13,19 +13,13 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TypeVar
 
-import numpy as np
 from threadpoolctl import threadpool_limits
 
-from ..cli.output import progress_bar
-from .problem import ProblemError
+from .cli.output import progress_bar
+from .errors import DataError
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
-
-
-def trial_generator(seed: int, *key: int) -> np.random.Generator:
-    """The random numbers of one trial: a function of the seed and the trial's key, not of the order of trials."""
-    return np.random.default_rng([seed, *key])
 
 
 def run_tasks(
@@ -38,13 +32,15 @@ def run_tasks(
     """
     results: list[Result] = []
     with progress_bar(total=len(tasks), desc=title, unit=unit) as bar:
-        for result in _results(work, tasks, min(jobs, len(tasks))):
+        for result in results_of(work, tasks, jobs):
             results.append(result)
             bar.update()
     return results
 
 
-def _results(work: Callable[[Task], Result], tasks: Sequence[Task], jobs: int) -> Iterable[Result]:
+def results_of(work: Callable[[Task], Result], tasks: Sequence[Task], jobs: int) -> Iterable[Result]:
+    """The same, one result at a time, as soon as it and all before it are there."""
+    jobs = min(jobs, len(tasks))
     single_threaded = partial(_run_single_threaded, work)
     if jobs <= 1:
         yield from map(single_threaded, tasks)
@@ -56,7 +52,7 @@ def _results(work: Callable[[Task], Result], tasks: Sequence[Task], jobs: int) -
             for future in futures:
                 yield future.result()
         except BrokenProcessPool:
-            raise ProblemError("a process was killed, perhaps out of memory; try fewer --jobs") from None
+            raise DataError("a process was killed, perhaps out of memory; try fewer --jobs") from None
 
 
 @contextmanager
