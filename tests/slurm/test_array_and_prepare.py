@@ -68,11 +68,22 @@ def test_each_split_is_prepared_by_its_own_task(slurm: Cluster, digits: Path, tm
         assert main(["verify", str(tmp_path / "shards" / split)]) == 0
 
 
+# The first start waits for the signal: preparing digits would be done before it arrives.
+WAIT_ONCE = """
+import pathlib, sys, time
+if "prepare" in sys.orig_argv and not pathlib.Path("waits").exists():
+    pathlib.Path("waits").touch()
+    time.sleep(100)
+"""
+
+
 def test_preparing_all_splits_needs_no_array_and_resumes_after_the_time_limit(
     slurm: Cluster, digits: Path, tmp_path: Path
 ) -> None:
-    job = slurm.submit(SCRIPTS / "prepare.sbatch", ["digits", "--out", "shards", "--overwrite"], [], tmp_path)
-    slurm.wait_for(lambda: "start 1" in slurm.output_of(job), job, SECONDS)
+    (tmp_path / "sitecustomize.py").write_text(WAIT_ONCE)
+    arguments, options = ["digits", "--out", "shards", "--overwrite"], [f"--export=ALL,PYTHONPATH={tmp_path}"]
+    job = slurm.submit(SCRIPTS / "prepare.sbatch", arguments, options, tmp_path)
+    slurm.wait_for((tmp_path / "waits").exists, job, SECONDS)
     slurm.cancel("--batch", "--signal=USR1", str(job))
     slurm.wait(job, "COMPLETED", SECONDS)
     assert slurm.facts_of(job)[0]["Restarts"] == "1"
