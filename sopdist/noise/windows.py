@@ -32,18 +32,19 @@ class Windows(nn.Module):
         self._samples = samples
         self._seen = 0  # of the current window, over all ranks
         self.register_buffer("sums", torch.zeros(_SUMS, dtype=torch.int64, device=device), persistent=False)
-        self.register_buffer("state", torch.zeros(STATE + 1 + _SUMS, dtype=torch.float64, device=device))
+        # Stays on the CPU, where it is filled and read: some devices have no float64.
+        self.register_buffer("state", torch.zeros(STATE + 1 + _SUMS, dtype=torch.float64, device="cpu"))
 
     def add(self, found: LossResult) -> None:
         """Add the visits of a batch. Does not wait for the device."""
-        fit = (found.p_label.double() * FIT_UNIT).round().to(torch.int64)
-        conflict = found.log_margin.double().clamp(0, _LARGEST_CONFLICT)
+        fit = (found.p_label * FIT_UNIT).round().to(torch.int64)  # units are powers of 2: exact in float32
+        conflict = found.log_margin.clamp(0, _LARGEST_CONFLICT)
         conflict = (conflict * CONFLICT_UNIT).round().to(torch.int64)
         columns = (found.facts.predicted != DROPPED, fit, found.log_margin > 0, conflict)
         self.sums += torch.stack([column.sum() for column in columns])
 
     def count(self, samples: int) -> None:
-        """So many samples, over all ranks, were visited."""
+        """Take note of samples that were visited, over all ranks."""
         self._seen += samples
 
     @property
@@ -69,12 +70,13 @@ class Windows(nn.Module):
         *gate, seen, _, _, _, _ = state.tolist()
         self.gate.load_state(gate)
         self._seen = int(seen)
-        sums = state[-_SUMS:].to(self.sums)
+        sums = state[-_SUMS:].to(torch.int64)
         self.sums.copy_(sums if first_rank else torch.zeros_like(sums))
         self.state.copy_(state)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Windows:
-        return super()._apply(keep_dtype(fn), recurse)
+        move = keep_dtype(fn)
+        return super()._apply(lambda buffer: buffer if buffer is self.state else move(buffer), recurse)
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
         """A table saved by a version without onset has no state, which is not an error: it always acted."""

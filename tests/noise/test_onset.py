@@ -255,6 +255,14 @@ def test_a_voting_table_that_is_loaded_to_act_always_starts_from_its_votes() -> 
     assert float(acting.table.v.max()) <= 1
 
 
+def test_the_saved_state_stays_on_the_cpu_in_float64() -> None:
+    """Some devices have no float64; the rows and sums move."""
+    sop = SOP(N, K, onset="auto").half().to(torch.device("cpu"))
+    assert (sop._windows.state.dtype, sop._windows.sums.dtype) == (torch.float64, torch.int64)
+    elsewhere = SOP(N, K, onset="auto", device="meta")
+    assert (elsewhere._windows.state.device.type, elsewhere._windows.sums.device.type) == ("cpu", "meta")
+
+
 # -- ranks -------------------------------------------------------------------------------------------------------------
 
 
