@@ -178,8 +178,8 @@ def _facts(cell: Cell, world: World) -> tuple[Tensor, Facts]:
     labels = torch.randint(cell.classes, (cell.batch,), generator=random)
     wrong = torch.rand(cell.batch, generator=random) < 0.5
     predicted = (labels + wrong) % cell.classes
-    loss, margin, pull = torch.rand(3, cell.batch, generator=random)
-    facts = (column.to(world.device) for column in (predicted, loss, margin, pull))
+    loss, margin, pull, fit = torch.rand(4, cell.batch, generator=random)
+    facts = (column.to(world.device) for column in (predicted, loss, margin, pull, fit))
     return labels.to(world.device), Facts(*facts)
 
 

@@ -30,6 +30,7 @@ COLUMNS = {
     "score": "how suspicious the label is: higher is worse; null if the sample was never visited",
     "mean_loss": "running mean of the network's loss on the label; same as score",
     "mean_margin": "running mean of p(label) minus the largest other p; -1 to 1, low is suspicious",
+    "mean_fit": "running mean of p(label); 0 to 1, low is suspicious",
     "visits": "number of times the sample was trained on",
     "flagged": "the noise term has absorbed the label and points to another class: some v^2 > 1 - u^2",
     "proposed": "proposed class index: that class if flagged, else the label; null if there was no label",
@@ -102,6 +103,7 @@ def columns_of(saved: SavedTable, labels: NDArray[Any] | None) -> dict[str, Any]
         "score": np.ma.masked_array(saved.noise_scores().numpy(), ~visited),
         "mean_loss": np.ma.masked_array(table.mean_loss.numpy(), ~visited),
         "mean_margin": np.ma.masked_array(table.mean_margin.numpy(), ~visited),
+        "mean_fit": np.ma.masked_array(table.mean_fit.numpy(), ~visited),
         "visits": table.visits.numpy(),
         "flagged": saved.flags(known).numpy(),
     }

@@ -1,6 +1,7 @@
 """The noise table: one row per sample, in one of two layouts with the same interface.
 
-A row holds u, v, and the running means of the sample's loss and margin over its visits. The layouts differ only in v:
+A row holds u, v, and the running means over its visits of the loss, of the margin and of the fit p_y. The layouts
+differ only in v:
 
     dense   v (R, K): every class.
     slots   v (R, M), classes (R, M): up to M entries that have changed, -1 for a free slot. All other entries still
@@ -25,6 +26,7 @@ from torch import Tensor
 from ..sample_table.table import SampleTable, check_integer
 from . import saved_table
 from .counter import fill_initial_v, initial_u
+from .evidence import count
 
 Layout = Literal["dense", "slots"]
 DEFAULT_SLOTS = 8
@@ -52,8 +54,8 @@ def class_dtype(num_classes: int) -> torch.dtype:
 
 
 def row_bytes(layout: Layout, num_classes: int, slots: int = DEFAULT_SLOTS) -> int:
-    """Bytes of one row: u, mean loss, mean margin, visits, and the layout's own columns."""
-    shared = 4 * 4
+    """Bytes of one row: u, three running means, visits, and the layout's own columns."""
+    shared = 5 * 4
     if layout == "dense":
         return shared + 4 * num_classes
     return shared + slots * (4 + class_dtype(num_classes).itemsize) + 4 + 4
@@ -85,6 +87,7 @@ class NoiseTable(SampleTable):
     classes: Tensor | None
     mean_loss: Tensor
     mean_margin: Tensor
+    mean_fit: Tensor
     visits: Tensor
     skipped: Tensor
     evictions: Tensor | None
@@ -127,6 +130,7 @@ class NoiseTable(SampleTable):
             self.register_buffer("evicted", torch.zeros(rows, **floats))
         self.register_buffer("mean_loss", torch.zeros(rows, **floats))
         self.register_buffer("mean_margin", torch.zeros(rows, **floats))
+        self.register_buffer("mean_fit", torch.zeros(rows, **floats))
         self.register_buffer("visits", torch.zeros(rows, dtype=torch.int32, device=device))
         # Samples that were ignored: [weight 0 or out of range, logits not finite].
         self.register_buffer("skipped", torch.zeros(2, dtype=torch.int64, device=device))
@@ -143,15 +147,27 @@ class NoiseTable(SampleTable):
         self._voting = value
         self.meta[saved_table.VOTING] = int(value)
 
-    def act(self) -> None:
-        """End the vote: rows whose votes contradict the label start with the noise term for that class, others at 0."""
+    def act(self, least: float = 0.0) -> None:
+        """End the vote: rows whose votes contradict the label start with the noise term for that class, others at 0.
+
+        Votes of a row whose confidence is below `least` are ignored.
+        """
         assert self.voting
         for part in self.parts():
-            self._act(part)
+            self._act(part, least)
         self.voting = False
 
-    def _act(self, part: slice) -> None:
+    def confidence(self) -> Tensor:
+        """Mean probability of the class that the visits favoured, (R,): the label, or the best other one."""
+        return self.mean_fit - self.mean_margin.clamp_max(0)
+
+    def evidence(self) -> Tensor:
+        """Counts of these rows for `evidence.weigh`."""
+        return count(self.confidence(), self.mean_margin < 0, self.visits > 0)
+
+    def _act(self, part: slice, least: float) -> None:
         contradicted, class_ = self._vote(part)
+        contradicted &= self.confidence()[part] >= least
         samples = self.samples_of(part)
         self.u[part] = initial_u(self.seed, samples).where(~contradicted, START)
         if self.classes is None:

@@ -18,7 +18,7 @@ from .counter import fill_initial_v
 if TYPE_CHECKING:
     from .rows import Layout, NoiseTable
 
-FORMAT_VERSION = 2  # format 1 has no `voting`, and is read as well
+FORMAT_VERSION = 3  # formats 1 (without `voting`) and 2 (without `mean_fit`) are read as well
 FREE = -1  # class index of a free slot
 LAYOUTS: tuple[Layout, ...] = ("dense", "slots")
 
@@ -29,6 +29,7 @@ _COLUMNS = {
     "v": torch.float32,
     "mean_loss": torch.float32,
     "mean_margin": torch.float32,
+    "mean_fit": torch.float32,
     "visits": torch.int32,
 }
 _COUNTS = "skipped"
@@ -38,6 +39,7 @@ KEYS = frozenset({"meta", _COUNTS, *_COLUMNS, *_SLOT_COLUMNS})
 
 def load(table: NoiseTable, found: Mapping[str, Tensor]) -> None:
     """Load a saved table of either layout into `table`. ValueError if it does not match; `table` is then unchanged."""
+    found = _with_mean_fit(found)
     layout, voting = _check(table, found)
     with torch.no_grad():
         table.voting = voting
@@ -53,6 +55,13 @@ def load(table: NoiseTable, found: Mapping[str, Tensor]) -> None:
             _read_into_slots(table, v, classes, found)
 
 
+def _with_mean_fit(found: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Earlier formats have no mean of p_y. That of its logarithm bounds it from below, and comes close."""
+    if "mean_fit" in found or "mean_loss" not in found or found["meta"].flatten()[:1].tolist() not in ([1], [2]):
+        return found
+    return {**found, "mean_fit": (-found["mean_loss"].to(torch.float32)).exp()}
+
+
 def _check(table: NoiseTable, found: Mapping[str, Tensor]) -> tuple[Layout, bool]:
     """Return the layout of the saved table, and whether it was voting.
 
@@ -61,7 +70,7 @@ def _check(table: NoiseTable, found: Mapping[str, Tensor]) -> tuple[Layout, bool
     saved = dict(zip(_META, (int(x) for x in found["meta"].flatten()), strict=False))
     if saved.get("format") == 1:
         saved["voting"] = 0
-    elif saved.get("format") != FORMAT_VERSION:
+    elif saved.get("format") not in (2, FORMAT_VERSION):
         wrote = f"it has format {saved.get('format')}, this sopdist reads 1 to {FORMAT_VERSION}"
         raise ValueError(f"{wrote}: load it with the version of sopdist that wrote it")
     if len(saved) != len(_META) or saved["layout"] not in range(len(LAYOUTS)) or saved["voting"] not in (0, 1):

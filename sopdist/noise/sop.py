@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from ..sample_table import Exchange, check_same_on_all_ranks
 from ..sample_table.table import keep_dtype
 from .checks import check_batch, check_prior, check_values, check_weight
+from .evidence import weigh
 from .fused import FusedLoss
 from .kernels import DROPPED, Facts, Kernels, choose_kernels
 from .kernels.facts import from_wire, to_wire
@@ -277,7 +278,7 @@ class SOP(Readout, nn.Module):
             block = RowBlock(*columns)
         if not len(index):
             losses = logits.to(torch.promote_types(logits.dtype, torch.float32)).sum(1)
-            return losses, Facts(index, *(torch.zeros_like(index, dtype=torch.float32) for _ in range(3)))
+            return losses, Facts(index, *(torch.zeros_like(index, dtype=torch.float32) for _ in range(4)))
         reclip, target = step.rule == "official", self.target
         if self.table.voting:
             with torch.no_grad():
@@ -292,8 +293,11 @@ class SOP(Readout, nn.Module):
         """After one visit per sample, decide whether the table starts to act. Waits for the device only then."""
         if not self.table.voting or (self.exchange is not None and not self.exchange.idle):
             return
-        if self._windows.gate.setting == "always" or (self._windows.complete and self._windows.end(self._sum)):
+        if self._windows.gate.setting == "always":
             self.table.act()
+        elif self._windows.complete and self._windows.end(self._sum):
+            found = weigh(self._sum(self.table.evidence()))
+            self.table.act(found.confidence if found.looks_clean else 0.0)
 
     def _count(self, samples: int) -> None:
         if self.table.voting:

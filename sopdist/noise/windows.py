@@ -37,7 +37,7 @@ class Windows(nn.Module):
 
     def add(self, found: LossResult) -> None:
         """Add the visits of a batch. Does not wait for the device."""
-        fit = (found.p_label * FIT_UNIT).round().to(torch.int64)  # units are powers of 2: exact in float32
+        fit = (found.facts.fit * FIT_UNIT).round().to(torch.int64)  # units are powers of 2: exact in float32
         conflict = found.log_margin.clamp(0, _LARGEST_CONFLICT)
         conflict = (conflict * CONFLICT_UNIT).round().to(torch.int64)
         columns = (found.facts.predicted != DROPPED, fit, found.log_margin > 0, conflict)

@@ -4,8 +4,8 @@ Pure arithmetic on the given sizes of data and network: it reads no files and bu
 world size on any machine.
 
 Two ranks, train.batch = 5, 12 samples of 3 classes in a dense noise table: 3 steps per epoch; rank 0 computes 2 samples
-of a step, rank 1 the other 3; each owns 6 rows of 28 bytes; half of a step's samples, 2.5 on average, are owned by the
-other rank, so 2.5 x 16 bytes of rows are sent and 2.5 x 20 bytes of facts return.
+of a step, rank 1 the other 3; each owns 6 rows of 32 bytes; half of a step's samples, 2.5 on average, are owned by the
+other rank, so 2.5 x 16 bytes of rows are sent and 2.5 x 24 bytes of facts return.
 """
 
 from __future__ import annotations

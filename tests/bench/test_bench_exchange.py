@@ -23,11 +23,11 @@ def test_a_quick_run_sends_the_bytes_that_were_computed(tmp_path: Path, capsys: 
     assert found["environment"].keys() >= {"torch", "sopdist", "cpu_count", "load", "date"}
     assert found["ranks"] == 2
     kinds = {(cell["classes"], cell["layout"], cell["mode"]): cell for cell in found["cells"]}
-    expected_bytes = {  # u; v; classes of two bytes; five facts of four bytes
-        (10, "dense"): 4 + 10 * 4 + 20,
-        (100, "slots"): 4 + 8 * (4 + 2) + 20,
-        (1000, "slots"): 4 + 8 * (4 + 2) + 20,
-        (1000, "dense"): 4 + 1000 * 4 + 20,
+    expected_bytes = {  # u; v; classes of two bytes; six facts of four bytes
+        (10, "dense"): 4 + 10 * 4 + 24,
+        (100, "slots"): 4 + 8 * (4 + 2) + 24,
+        (1000, "slots"): 4 + 8 * (4 + 2) + 24,
+        (1000, "dense"): 4 + 1000 * 4 + 24,
     }
     assert {kind[:2] for kind in kinds} == set(expected_bytes)
     for (classes, layout, mode), cell in kinds.items():
@@ -42,7 +42,7 @@ def test_a_quick_run_sends_the_bytes_that_were_computed(tmp_path: Path, capsys: 
     assert [verdict["met"] for verdict in found["verdicts"]] == [True]
 
     printed = capsys.readouterr().out
-    assert "1/111.2" in printed, "2 x 4004 / 72"
+    assert "1/105.4" in printed, "2 x 4004 / 76"
     assert str(out) in printed
 
 
@@ -73,7 +73,7 @@ def test_batches_are_disjoint_and_have_equally_many_samples_of_each_owner(
         assert ((batches % ranks == owner).sum(axis=2) == share).all()
 
 
-def _turn(blocked: float, in_flight: float, total: float = 1.0, sent: float = 320.0) -> list[StepTime]:
+def _turn(blocked: float, in_flight: float, total: float = 1.0, sent: float = 340.0) -> list[StepTime]:
     first = StepTime(50.0, 9, 9, 9, 9, 9, 0, sent)  # must not count
     return [first, StepTime(total, 0.1, 0.2, 0.3, 0.4, blocked, in_flight, sent)]
 
@@ -83,8 +83,8 @@ def test_results_follow_from_the_turns() -> None:
     found = find(cell, [[_turn(0.1, 0.5), _turn(0.1, 0.5)], [_turn(0.3, 0.5), _turn(0.1, 0.5, total=3.0)]])
     assert found.blocked == pytest.approx(0.1), "0.2 of 2 seconds, and 0.4 of 4"
     assert found.overlapped == pytest.approx(1 - 0.6 / 2)
-    assert found.sent_bytes == pytest.approx(320 / 5), "half of ten samples belong to the other rank"
-    assert found.computed_bytes == 64
+    assert found.sent_bytes == pytest.approx(340 / 5), "half of ten samples belong to the other rank"
+    assert found.computed_bytes == 68
     assert found.step == 1.0
     assert found.seconds["update"] == pytest.approx((0.4, 0.4, 0.4))
 

@@ -71,11 +71,11 @@ def test_two_ranks_in_numbers(config: Path, capsys: pytest.CaptureFixture[str]) 
         {"ranks": 1, "samples": 2, "micro_batch": 2},
     ]
     assert plan["method"] == {"name": "sop", "forward_passes": 1}
-    assert plan["tables"] == [{"name": "noise", "layout": "dense", "row_bytes": 28, "nbytes": 336, "rank_bytes": 168}]
+    assert plan["tables"] == [{"name": "noise", "layout": "dense", "row_bytes": 32, "nbytes": 384, "rank_bytes": 192}]
     exchange = plan["exchange"]
-    assert (exchange["row_bytes"], exchange["fact_bytes"], exchange["step_bytes"]) == (16, 20, 2.5 * 36)
-    assert exchange["rank_bytes"] == 2.5 * 36 / 2
-    assert exchange["of_dense"] == pytest.approx(36 / 32)
+    assert (exchange["row_bytes"], exchange["fact_bytes"], exchange["step_bytes"]) == (16, 24, 2.5 * 40)
+    assert exchange["rank_bytes"] == 2.5 * 40 / 2
+    assert exchange["of_dense"] == pytest.approx(40 / 32)
     assert plan["evaluation"] == [
         {"name": "val", "samples": 7, "steps": 2},
         {"name": "far", "samples": None, "steps": None},
@@ -168,7 +168,7 @@ def test_as_many_rows_are_exchanged_as_planned() -> None:
     traffic = forecast.traffic_of(config, make_method(config.method).cost(samples, 1000), ranks)
     assert traffic is not None
     assert travelling / samples == pytest.approx(traffic.travelling, abs=0.02)
-    bytes_per_sample = 4 + 8 * (4 + 2) + 20  # u; eight values with their classes in two bytes; facts
+    bytes_per_sample = 4 + 8 * (4 + 2) + 24  # u; eight values with their classes in two bytes; facts
     assert traffic.step_bytes == pytest.approx(batch * 2 / 3 * bytes_per_sample)
     assert traffic.of_dense < 1 / 40, "the target of the exchange"
 
@@ -286,7 +286,7 @@ def test_the_table_is_aligned_and_names_its_units(config: Path, capsys: pytest.C
     starts = {len(line) - len(line[line.index("  ") :].lstrip()) for line in sections}
     assert len(starts) == 1, "the second column is aligned"
     text = "\n".join(lines)
-    for claim in ("the batch cannot be split evenly", "336 bytes", "both ways", "KiB"):
+    for claim in ("the batch cannot be split evenly", "384 bytes", "both ways", "KiB"):
         assert claim in text
 
 

@@ -47,7 +47,7 @@ def assert_close(got: Any, expected: Any) -> None:
     torch.testing.assert_close(*gradient, rtol=1e-4, atol=1e-6)
     for a, b in zip(got.facts[1:], expected.facts[1:], strict=True):
         torch.testing.assert_close(a[kept], b[kept], rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(got.p_label, expected.p_label, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(got.facts.fit, expected.facts.fit, rtol=1e-5, atol=1e-7)
     assert torch.equal(got.log_margin, expected.log_margin), "a difference of two logits is exact"
 
 
@@ -91,8 +91,8 @@ def test_the_loss_kernel_handles_dtypes_ties_strides_and_dropped_samples(kernels
 def random_facts(batch: int, classes: int, generator: torch.Generator) -> Facts:
     predicted = torch.randint(classes, (batch,), generator=generator)
     predicted[torch.rand(batch, generator=generator) < 0.15] = DROPPED
-    loss, margin, pull = torch.randn(3, batch, generator=generator)
-    return Facts(predicted, loss.abs(), margin.tanh(), pull)
+    loss, margin, pull, fit = torch.randn(4, batch, generator=generator)
+    return Facts(predicted, loss.abs(), margin.tanh(), pull, fit.sigmoid())
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -279,7 +279,7 @@ def decides_as_one_rank(group: dist.ProcessGroup) -> None:
         assert torch.equal(alone.onset_state(), together.onset_state())
         alone.flush()
         together.flush()
-        for name in ("u", "v", "mean_loss", "mean_margin", "visits"):
+        for name in ("u", "v", "mean_loss", "mean_margin", "mean_fit", "visits"):
             mine, theirs = getattr(together.table, name), getattr(alone.table, name)[rank::ranks]
             assert torch.equal(mine, theirs), name
 

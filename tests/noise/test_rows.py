@@ -25,13 +25,14 @@ def visited(layout: str, *, seed: int = 4, slots: int = 4, favourites: int = 3, 
         index = torch.randperm(N, generator=generator)
         predicted = (index * 7 + torch.randint(favourites, (N,), generator=generator)) % classes
         number = torch.rand(N, generator=generator)
-        update_rows(table, index, index % classes, Facts(predicted, number, -number, number), Flow(4).step())
+        facts = Facts(predicted, number, -number, number, number / 2)
+        update_rows(table, index, index % classes, facts, Flow(4).step())
     return table
 
 
 def everything(table: NoiseTable) -> dict[str, torch.Tensor]:
     """The logical content, whatever the layout."""
-    names = ("u", "mean_loss", "mean_margin", "visits")
+    names = ("u", "mean_loss", "mean_margin", "mean_fit", "visits")
     return {name: getattr(table, name) for name in names} | {"v": table.dense_v(torch.arange(len(table)))}
 
 
@@ -163,14 +164,14 @@ def test_a_damaged_table_is_refused_and_nothing_changes(layout: Any) -> None:
         return {key: value for key, value in good.items() if key != name}
 
     newer = good["meta"].clone()
-    newer[0] = 3
+    newer[0] = 4
     damaged = [
         (good | {"v": good["v"][:-1]}, "'v' must have shape"),
         (good | {"v": good["v"].half()}, "'v' has the wrong dtype torch.float16"),
         (good | {"visits": good["visits"].long()}, "'visits' has the wrong dtype torch.int64"),
         (without("mean_loss"), "'mean_loss' is missing"),
         (without("meta"), "Missing key"),
-        (good | {"meta": newer}, "it has format 3, this sopdist reads 1 to 2"),
+        (good | {"meta": newer}, "it has format 4, this sopdist reads 1 to 3"),
         (good | {"meta": good["meta"][:3]}, "its `meta` is damaged"),
         (good | {"surprise": torch.zeros(1)}, "Unexpected key"),
     ]
@@ -204,3 +205,13 @@ def test_sop_resumes_where_it_stopped() -> None:
         first(z, y, index)
     second.load_state_dict(first.state_dict())
     assert [float(second(z, y, index)) for z, y in steps[4:]] == losses[4:]
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_table_without_the_mean_fit_gets_it_from_the_mean_loss(version: int) -> None:
+    state = visited("slots").state_dict()
+    state["meta"][0] = version
+    del state["mean_fit"]
+    loaded = NoiseTable(N, K, layout="slots", slots=4, seed=4)
+    loaded.load_state_dict(state)
+    torch.testing.assert_close(loaded.mean_fit, (-state["mean_loss"]).exp())

@@ -25,7 +25,7 @@ def visit_once(q: float, contradicted: bool, step: Step) -> float:
     table = NoiseTable(1, 3, layout="dense")
     table.v[0, 1] = math.sqrt(q)
     zero = torch.zeros(1)
-    facts = Facts(torch.tensor([1 if contradicted else 0]), zero, zero, zero)
+    facts = Facts(torch.tensor([1 if contradicted else 0]), zero, zero, zero, zero)
     update_rows(table, torch.tensor([0]), torch.tensor([0]), facts, step)
     return float(table.v[0, 1]) ** 2
 
@@ -71,7 +71,7 @@ def test_visits_is_the_number_of_visits_until_a_label_is_flagged() -> None:
     for visits in (1.0, 3.0, 4.0, 7.0):
         table = NoiseTable(400, 2, layout="dense", seed=3)
         labels, ones = torch.zeros(400, dtype=torch.int64), torch.ones(400)
-        facts = Facts(torch.ones(400, dtype=torch.int64), ones, ones, ones)
+        facts = Facts(torch.ones(400, dtype=torch.int64), ones, ones, ones, ones)
         start = table.v[:, 1].double() / 1e-8
         for _ in range(int(visits)):
             update_rows(table, torch.arange(400), labels, facts, Flow(visits).step())
@@ -84,7 +84,7 @@ def test_u_follows_the_same_flow_as_v() -> None:
     one, step = torch.ones(1), Flow(4).step()
     q = float(table.u[0]) ** 2
     for predicted in (1, 1, 1, 1, 1, 0, 0, 1):  # the label is 0
-        facts = Facts(torch.tensor([predicted]), one, one, one)
+        facts = Facts(torch.tensor([predicted]), one, one, one, one)
         update_rows(table, torch.tensor([0]), torch.tensor([0]), facts, step)
         q = q / (q + (1 - q) * math.exp(-step.v)) if predicted else q / (1 + step.v * q)
         assert float(table.u[0]) ** 2 == pytest.approx(q, rel=1e-5)
@@ -130,9 +130,8 @@ def test_paper_projects_onto_the_box() -> None:
     table = NoiseTable(1, 2, layout="dense")
     table.u[0], table.v[0, 1] = 0.9, -0.9
     one = torch.ones(1)
-    update_rows(
-        table, torch.tensor([0]), torch.tensor([0]), Facts(torch.tensor([1]), one, one, one), Step("paper", 50.0, 50.0)
-    )
+    facts = Facts(torch.tensor([1]), one, one, one, one)
+    update_rows(table, torch.tensor([0]), torch.tensor([0]), facts, Step("paper", 50.0, 50.0))
     assert float(table.u[0]) == 1
     assert float(table.v[0, 1]) == -1
 
@@ -141,11 +140,12 @@ def test_running_means_are_means_over_the_visits() -> None:
     table = NoiseTable(3, 4)
     values = torch.rand(20)
     for value in values:
-        facts = Facts(torch.tensor([1]), value[None], -value[None], torch.zeros(1))
+        facts = Facts(torch.tensor([1]), value[None], -value[None], torch.zeros(1), value[None] / 2)
         update_rows(table, torch.tensor([2]), torch.tensor([1]), facts, Flow().step())
     assert table.visits.tolist() == [0, 0, 20]
     assert float(table.mean_loss[2]) == pytest.approx(float(values.mean()), rel=1e-5)
     assert float(table.mean_margin[2]) == pytest.approx(-float(values.mean()), rel=1e-5)
+    assert float(table.mean_fit[2]) == pytest.approx(float(values.mean()) / 2, rel=1e-5)
 
 
 @pytest.mark.parametrize(

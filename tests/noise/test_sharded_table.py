@@ -56,7 +56,7 @@ def full_table(sop: SOP) -> dict[str, Tensor]:
     """Every column of a table, of all samples, on every rank."""
     sop.flush()
     table, columns = sop.table, {}
-    for name in ("u", "mean_loss", "mean_margin", "visits"):
+    for name in ("u", "mean_loss", "mean_margin", "mean_fit", "visits"):
         columns[name] = getattr(table, name)
     dense = table.dense_v(torch.arange(len(table)))
     columns |= {f"v{k}": dense[:, k] for k in range(table.num_classes)}
@@ -197,7 +197,7 @@ def traffic_is_counted(group: dist.ProcessGroup) -> None:
     stats = sharded.exchange.stats()
     rows_sent = sum(int((part % ranks == rank).sum()) for other, part in enumerate(parts) if other != rank)
     facts_sent = int((parts[rank] % ranks != rank).sum())
-    assert stats.sent_bytes == rows_sent * (4 + 3 * (4 + 2)) + facts_sent * 20
+    assert stats.sent_bytes == rows_sent * (4 + 3 * (4 + 2)) + facts_sent * FACT_WIRE_BYTES
     assert stats.waited >= 0
     assert stats.travelled > 0
 
@@ -240,7 +240,7 @@ def test_a_sharded_table_equals_one_table(ranks: int, tmp_path: Path) -> None:
 
 def test_a_thousand_classes_cost_less_than_a_fortieth_of_dense_rows() -> None:
     round_trip = row_wire_bytes("slots", 1000) + FACT_WIRE_BYTES
-    assert round_trip == 4 + 8 * 6 + 20
+    assert round_trip == 4 + 8 * 6 + 24
     assert round_trip <= 2 * row_wire_bytes("dense", 1000) / 40
     assert row_wire_bytes("dense", 1000) < row_bytes("dense", 1000)
     sizes = [row_wire_bytes("slots", classes) for classes in (4, 100, 40_000)]

@@ -50,7 +50,7 @@ def streams(draw: st.DrawFn, *, max_classes: int = 300, favourites: int = 6) -> 
 
 def facts_for(predicted: Tensor) -> Facts:
     noise = torch.linspace(0.1, 3, len(predicted))
-    return Facts(predicted, noise, -noise, noise)
+    return Facts(predicted, noise, -noise, noise, noise.sigmoid())
 
 
 def run(stream: Stream, rates: Rates, seed: int, *, slots: int, stride: int = 1) -> tuple[NoiseTable, NoiseTable]:
@@ -75,7 +75,7 @@ def test_slots_equal_dense_bit_for_bit_while_nothing_is_evicted(
     assert int(sparse.evictions.sum()) == 0
     all_samples = torch.arange(stream.samples)
     assert torch.equal(sparse.dense_v(all_samples), dense.v)
-    for name in ("u", "visits", "mean_loss", "mean_margin"):
+    for name in ("u", "visits", "mean_loss", "mean_margin", "mean_fit"):
         assert torch.equal(getattr(sparse, name), getattr(dense, name))
 
 

@@ -33,7 +33,7 @@ def _part(samples: int, layout: str, first: int, stride: int) -> dict[str, Tenso
     for visit in range(1, 4):
         rows = (mine % 4 >= visit).nonzero().flatten()
         seen = mine[rows]
-        facts = Facts((seen + visit) % CLASSES, seen * 0.25 + visit, -seen * 0.5, torch.ones(len(seen)))
+        facts = Facts((seen + visit) % CLASSES, seen * 0.25 + visit, -seen * 0.5, torch.ones(len(seen)), seen * 0.125)
         if len(rows):
             update_rows(table, rows, seen % CLASSES, facts, Flow(2).step())
     table.skipped[:] = torch.tensor([first + 1, 10 * (first + 1)])

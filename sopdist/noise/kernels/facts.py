@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-FACT_WIRE_BYTES = 5 * 4  # label, predicted class, loss, margin, pull
+FACT_WIRE_BYTES = 6 * 4  # label, predicted class, loss, margin, pull, fit
 
 DROPPED = -1
 
@@ -24,6 +24,7 @@ class Facts(NamedTuple):
     loss: Tensor  # float32: -log p_y, the network's own cross-entropy
     margin: Tensor  # float32: p_y - the largest other p, in [-1, 1]
     pull: Tensor  # float32: 1/w_y - 1/S, or 0 where the loss is clipped; dl_CE/du = -2 u pull
+    fit: Tensor  # float32: p_y
 
 
 class LossResult(NamedTuple):
@@ -33,16 +34,15 @@ class LossResult(NamedTuple):
     gradient: Tensor
     scale: Tensor
     facts: Facts
-    p_label: Tensor  # float32: p_y; 0 for a dropped sample
     log_margin: Tensor  # float32: log of the largest other p, minus log p_y; 0 for a dropped sample
 
 
 def to_wire(labels: Tensor, facts: Facts) -> list[Tensor]:
     """Pack labels and facts into columns of 4 bytes per sample, to send to the owners of the rows."""
-    return [labels.to(torch.int32), facts.predicted.to(torch.int32), facts.loss, facts.margin, facts.pull]
+    return [labels.to(torch.int32), facts.predicted.to(torch.int32), *facts[1:]]
 
 
 def from_wire(columns: Sequence[Tensor]) -> tuple[Tensor, Facts]:
     """Unpack the labels and facts that `to_wire` packed."""
-    labels, predicted, loss, margin, pull = columns
-    return labels.to(torch.int64), Facts(predicted.to(torch.int64), loss, margin, pull)
+    labels, predicted, *measured = columns
+    return labels.to(torch.int64), Facts(predicted.to(torch.int64), *measured)

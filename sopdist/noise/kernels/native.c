@@ -182,12 +182,12 @@ INLINE float row_agreement(const float *p, const float *minus_s, int64_t count) 
  * With slots it is 0 on entry and on return. `p` is the row of the gradient; it holds the probabilities until step 3. */
 FOR_EVERY_CPU static void loss_of_sample(const float *z, int64_t y, int64_t row, Block block, int keep, float eps, int reclip,
                                          float target, int64_t K, float *minus_s, float *p, float *loss, float *scale,
-                                         int64_t *predicted, float *cross_entropy, float *margin, float *pull, float *p_label,
+                                         int64_t *predicted, float *cross_entropy, float *margin, float *pull, float *fit,
                                          float *log_margin) {
     float top = row_max(z, K);
     if (!keep || !(fabsf(row_sum(z, K)) < INFINITY && top - z[y] < INFINITY)) { /* a NaN spreads to the sum */
         memset(p, 0, sizeof(float) * (size_t)K);
-        *loss = *scale = *cross_entropy = *margin = *pull = *p_label = *log_margin = 0.0f;
+        *loss = *scale = *cross_entropy = *margin = *pull = *fit = *log_margin = 0.0f;
         *predicted = DROPPED;
         return;
     }
@@ -222,7 +222,7 @@ FOR_EVERY_CPU static void loss_of_sample(const float *z, int64_t y, int64_t row,
     *predicted = best;
     *cross_entropy = (top - z[y]) + logf(denominator);
     *margin = p_y - p_rival;
-    *p_label = p_y;
+    *fit = p_y;
     *log_margin = rival - z[y];
     if (reclip && c_y * *scale < eps) {
         *loss = -logf(eps);
@@ -256,13 +256,13 @@ FOR_EVERY_CPU static void loss_of_sample(const float *z, int64_t y, int64_t row,
 void sopdist_loss(const float *logits, const int64_t *labels, const int64_t *index, const uint8_t *keep, const float *u,
                  const float *v, const void *classes, int64_t slots, int64_t class_bytes, int64_t B, int64_t K, float eps,
                  int reclip, float target, int threads, float *scratch, float *losses, float *gradient, float *scale,
-                 int64_t *predicted, float *cross_entropy, float *margin, float *pull, float *p_label, float *log_margin) {
+                 int64_t *predicted, float *cross_entropy, float *margin, float *pull, float *fit, float *log_margin) {
     Block block = {u, v, classes, slots, class_bytes};
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t i = 0; i < B; i++)
         loss_of_sample(logits + i * K, labels[i], index[i], block, keep == NULL || keep[i], eps, reclip, target, K,
                        scratch + omp_get_thread_num() * K, gradient + i * K, losses + i, scale + i, predicted + i,
-                       cross_entropy + i, margin + i, pull + i, p_label + i, log_margin + i);
+                       cross_entropy + i, margin + i, pull + i, fit + i, log_margin + i);
 }
 
 /* ---- (b) the rows ------------------------------------------------------------------------------------------------ */
@@ -367,7 +367,7 @@ FOR_EVERY_CPU static void shrink_row(float *v, int64_t K, int64_t predicted, int
 typedef struct {
     float *u, *v;
     void *classes; /* NULL: dense */
-    float *mean_loss, *mean_margin;
+    float *mean_loss, *mean_margin, *mean_fit;
     int32_t *visits, *evictions;
     float *evicted;
     int64_t K, slots, class_bytes;
@@ -406,8 +406,8 @@ static void visit_slots(Table *table, int64_t row, int64_t label, int64_t predic
 }
 
 void sopdist_rows(Table *table, const int64_t *index, const int64_t *labels, const int64_t *predicted, const float *loss,
-                  const float *margin, const float *pull, int64_t B, int rule, float rate_v, float rate_u,
-                  int threads) {
+                  const float *margin, const float *pull, const float *fit, int64_t B, int rule, float rate_v,
+                  float rate_u, int threads) {
     Step step = {rule, rate_v, rate_u};
 #pragma omp parallel num_threads(threads)
     for (int64_t i = 0; i < B; i++) {
@@ -417,6 +417,7 @@ void sopdist_rows(Table *table, const int64_t *index, const int64_t *labels, con
         float count = (float)++table->visits[row];
         table->mean_loss[row] += (loss[i] - table->mean_loss[row]) / count;
         table->mean_margin[row] += (margin[i] - table->mean_margin[row]) / count;
+        table->mean_fit[row] += (fit[i] - table->mean_fit[row]) / count;
         table->u[row] = next_u(table->u[row], predicted[i] != labels[i], margin[i], pull[i], step);
         if (table->classes == NULL)
             shrink_row(table->v + row * table->K, table->K, predicted[i], labels[i], step, -margin[i]);

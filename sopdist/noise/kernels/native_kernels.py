@@ -23,7 +23,8 @@ class _Table(ctypes.Structure):
     """`Table` in native.c."""
 
     _fields_ = (
-        *((name, _P) for name in ("u", "v", "classes", "mean_loss", "mean_margin", "visits", "evictions", "evicted")),
+        *((name, _P) for name in ("u", "v", "classes", "mean_loss", "mean_margin", "mean_fit")),
+        *((name, _P) for name in ("visits", "evictions", "evicted")),
         *((name, _I64) for name in ("num_classes", "slots", "class_bytes")),
         ("seed", ctypes.c_uint64),
         ("first", _I64),
@@ -40,7 +41,7 @@ def _library() -> ctypes.CDLL:
     library = ctypes.CDLL(spec.origin)
     library.sopdist_loss.argtypes = [*(_P,) * 7, *(_I64,) * 4, _F32, _INT, _F32, _INT, *(_P,) * 10]
     library.sopdist_loss.restype = None
-    library.sopdist_rows.argtypes = [*(_P,) * 7, _I64, _INT, _F32, _F32, _INT]
+    library.sopdist_rows.argtypes = [*(_P,) * 8, _I64, _INT, _F32, _F32, _INT]
     library.sopdist_rows.restype = None
     return library
 
@@ -90,22 +91,22 @@ def fused_loss(
     threads = _threads(z.numel())
     floats: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
     scratch, gradient = torch.zeros(threads, classes, **floats), torch.empty(batch, classes, **floats)
-    losses, scale, cross_entropy, margin, pull, p_label, log_margin = (torch.empty(batch, **floats) for _ in range(7))
+    losses, scale, cross_entropy, margin, pull, fit, log_margin = (torch.empty(batch, **floats) for _ in range(7))
     predicted = torch.empty(batch, dtype=torch.int64, device="cpu")
     slots, class_bytes = (0, 0) if block.classes is None else (block.classes.shape[1], block.classes.itemsize)
     tensors = (z, labels, index, keep, *_floats(block.u, block.v), block.classes)
-    results = (scratch, losses, gradient, scale, predicted, cross_entropy, margin, pull, p_label, log_margin)
+    results = (scratch, losses, gradient, scale, predicted, cross_entropy, margin, pull, fit, log_margin)
     _library().sopdist_loss(
         *map(_pointer, tensors), slots, class_bytes, batch, classes, eps, reclip, target, threads,
         *map(_pointer, results),
     )  # fmt: skip
-    return LossResult(losses, gradient, scale, Facts(predicted, cross_entropy, margin, pull), p_label, log_margin)
+    return LossResult(losses, gradient, scale, Facts(predicted, cross_entropy, margin, pull, fit), log_margin)
 
 
 def update_rows(table: NoiseTable, index: Tensor, labels: Tensor, facts: Facts, step: Step) -> None:
     """See `reference_rows.update_rows`."""
-    u, v, mean_loss, mean_margin = _floats(table.u, table.v, table.mean_loss, table.mean_margin)
-    columns = (u, v, table.classes, mean_loss, mean_margin, table.visits)
+    u, v, *means = _floats(table.u, table.v, table.mean_loss, table.mean_margin, table.mean_fit)
+    columns = (u, v, table.classes, *means, table.visits)
     struct = _Table(
         *map(_pointer, (*columns, table.evictions, table.evicted)),
         table.num_classes, table.slots, 0 if table.classes is None else table.classes.itemsize,

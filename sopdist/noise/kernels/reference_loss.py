@@ -82,13 +82,12 @@ def fused_loss(
         losses, pull = losses.masked_fill(beyond, -math.log(eps)), pull.masked_fill(beyond, 0)
         gradient = gradient.masked_fill(beyond[:, None], 0)
     cross_entropy = z.logsumexp(dim=1) - z_y
-    measured = (x.where(ok, 0).to(torch.float32) for x in (cross_entropy, p_y - p_rival, pull))
+    measured = (x.where(ok, 0).to(torch.float32) for x in (cross_entropy, p_y - p_rival, pull, p_y))
     return LossResult(
         losses.where(ok, 0),
         gradient.where(ok[:, None], 0),
         scale.where(ok, 0),
         Facts(predicted.where(ok, DROPPED), *measured),
-        p_y.where(ok, 0).to(torch.float32),
         (z_rival - z_y).where(ok, 0).to(torch.float32),
     )
 

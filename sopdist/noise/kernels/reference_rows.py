@@ -41,7 +41,8 @@ def _visit(table: NoiseTable, rows: Tensor, labels: Tensor, facts: Facts, step: 
     wrong = facts.predicted != labels
     table.u[rows] = _next_u(table.u[rows], wrong, facts, step)
     table.visits[rows] += 1
-    for mean, value in ((table.mean_loss, facts.loss), (table.mean_margin, facts.margin)):
+    means = ((table.mean_loss, facts.loss), (table.mean_margin, facts.margin), (table.mean_fit, facts.fit))
+    for mean, value in means:
         mean[rows] += (value - mean[rows]) / table.visits[rows]
     if table.classes is None:
         classes = torch.arange(table.num_classes, device=rows.device).expand(len(rows), -1)  # (b, K)

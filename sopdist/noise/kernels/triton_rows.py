@@ -76,14 +76,15 @@ def _next_u(u, wrong, margin, pull, rate_v, rate_u, RULE: tl.constexpr):
 
 @triton.jit
 def _visit_scalars(
-    first, row, u_ptr, mean_loss_ptr, mean_margin_ptr, visits_ptr,
-    index_ptr, labels_ptr, predicted_ptr, loss_ptr, margin_ptr, pull_ptr,
+    first, row, u_ptr, mean_loss_ptr, mean_margin_ptr, mean_fit_ptr, visits_ptr,
+    index_ptr, labels_ptr, predicted_ptr, loss_ptr, margin_ptr, pull_ptr, fit_ptr,
     B, rate_v, rate_u, RULE: tl.constexpr, SCAN: tl.constexpr,
 ):  # fmt: skip
     """Apply all visits of one row to its u and running means."""
     u = tl.load(u_ptr + row)
     mean_loss = tl.load(mean_loss_ptr + row)
     mean_margin = tl.load(mean_margin_ptr + row)
+    mean_fit = tl.load(mean_fit_ptr + row)
     visits = tl.load(visits_ptr + row)
     at = first
     while at < B:
@@ -94,19 +95,21 @@ def _visit_scalars(
             mean_loss += tl.math.div_rn(tl.load(loss_ptr + at) - mean_loss, count)
             margin = tl.load(margin_ptr + at)
             mean_margin += tl.math.div_rn(margin - mean_margin, count)
+            mean_fit += tl.math.div_rn(tl.load(fit_ptr + at) - mean_fit, count)
             wrong = predicted != tl.load(labels_ptr + at).to(tl.int32)
             u = _next_u(u, wrong, margin, tl.load(pull_ptr + at), rate_v, rate_u, RULE)
         at = _next_visit(index_ptr, row, at, B, SCAN)
     tl.store(u_ptr + row, u)
     tl.store(mean_loss_ptr + row, mean_loss)
     tl.store(mean_margin_ptr + row, mean_margin)
+    tl.store(mean_fit_ptr + row, mean_fit)
     tl.store(visits_ptr + row, visits)
 
 
 @triton.jit
 def dense_rows_kernel(
-    u_ptr, v_ptr, mean_loss_ptr, mean_margin_ptr, visits_ptr,  # the table, (R,) and (R, K)
-    index_ptr, labels_ptr, predicted_ptr, loss_ptr, margin_ptr, pull_ptr,  # the batch, (B,) each
+    u_ptr, v_ptr, mean_loss_ptr, mean_margin_ptr, mean_fit_ptr, visits_ptr,  # the table, (R,) and (R, K)
+    index_ptr, labels_ptr, predicted_ptr, loss_ptr, margin_ptr, pull_ptr, fit_ptr,  # the batch, (B,) each
     B, K, rate_v, rate_u, RULE: tl.constexpr, BLOCK: tl.constexpr, SCAN: tl.constexpr,
 ):  # fmt: skip
     """Program (i, t) updates columns t * BLOCK ... of the row of sample i."""
@@ -115,8 +118,9 @@ def dense_rows_kernel(
     if _next_visit(index_ptr, row, -1, B, SCAN) == i:
         if tl.program_id(1) == 0:
             _visit_scalars(
-                i, row, u_ptr, mean_loss_ptr, mean_margin_ptr, visits_ptr,
-                index_ptr, labels_ptr, predicted_ptr, loss_ptr, margin_ptr, pull_ptr, B, rate_v, rate_u, RULE, SCAN,
+                i, row, u_ptr, mean_loss_ptr, mean_margin_ptr, mean_fit_ptr, visits_ptr,
+                index_ptr, labels_ptr, predicted_ptr, loss_ptr, margin_ptr, pull_ptr, fit_ptr,
+                B, rate_v, rate_u, RULE, SCAN,
             )  # fmt: skip
         cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         v = tl.load(v_ptr + row * K + cols, mask=cols < K, other=0.0)
@@ -132,8 +136,9 @@ def dense_rows_kernel(
 
 @triton.jit
 def slots_rows_kernel(
-    u_ptr, v_ptr, class_ptr, mean_loss_ptr, mean_margin_ptr, visits_ptr, evictions_ptr, evicted_ptr,  # the table
-    index_ptr, labels_ptr, predicted_ptr, loss_ptr, margin_ptr, pull_ptr,  # the batch, (B,) each
+    u_ptr, v_ptr, class_ptr, mean_loss_ptr, mean_margin_ptr, mean_fit_ptr, visits_ptr,  # the table
+    evictions_ptr, evicted_ptr,
+    index_ptr, labels_ptr, predicted_ptr, loss_ptr, margin_ptr, pull_ptr, fit_ptr,  # the batch, (B,) each
     B, seed, sample_first, sample_stride, rate_v, rate_u,
     RULE: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr, SCAN: tl.constexpr,
 ):  # fmt: skip
@@ -142,8 +147,9 @@ def slots_rows_kernel(
     row = tl.load(index_ptr + i)
     if _next_visit(index_ptr, row, -1, B, SCAN) == i:
         _visit_scalars(
-            i, row, u_ptr, mean_loss_ptr, mean_margin_ptr, visits_ptr,
-            index_ptr, labels_ptr, predicted_ptr, loss_ptr, margin_ptr, pull_ptr, B, rate_v, rate_u, RULE, SCAN,
+            i, row, u_ptr, mean_loss_ptr, mean_margin_ptr, mean_fit_ptr, visits_ptr,
+            index_ptr, labels_ptr, predicted_ptr, loss_ptr, margin_ptr, pull_ptr, fit_ptr,
+            B, rate_v, rate_u, RULE, SCAN,
         )  # fmt: skip
         slots = tl.arange(0, BLOCK)
         real = slots < M
@@ -180,7 +186,7 @@ def slots_rows_kernel(
 def dense_launch_shape(num_classes: int) -> tuple[int, int]:
     """Columns per program, and warps."""
     block = min(1024, max(32, triton.next_power_of_2(num_classes)))
-    return block, max(1, block // 256)
+    return block, max(1, block // 512)
 
 
 def update_rows(table: NoiseTable, index: Tensor, labels: Tensor, facts: Facts, step: Step) -> None:
@@ -193,12 +199,12 @@ def update_rows(table: NoiseTable, index: Tensor, labels: Tensor, facts: Facts, 
         if table.classes is None:
             block, warps = dense_launch_shape(table.num_classes)
             dense_rows_kernel[(batch, triton.cdiv(table.num_classes, block))](
-                table.u, table.v, table.mean_loss, table.mean_margin, table.visits,
+                table.u, table.v, table.mean_loss, table.mean_margin, table.mean_fit, table.visits,
                 *visits, batch, table.num_classes, step.v, step.u, BLOCK=block, num_warps=warps, **options,
             )  # fmt: skip
         else:
             slots_rows_kernel[(batch,)](
-                table.u, table.v, table.classes, table.mean_loss, table.mean_margin, table.visits,
+                table.u, table.v, table.classes, table.mean_loss, table.mean_margin, table.mean_fit, table.visits,
                 table.evictions, table.evicted, *visits, batch, table.seed, table.first, table.stride, step.v, step.u,
                 M=table.slots, BLOCK=max(2, triton.next_power_of_2(table.slots)), num_warps=1, **options,
             )  # fmt: skip

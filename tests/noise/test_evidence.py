@@ -1,0 +1,85 @@
+"""What all rows together say about the labels."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from sopdist import SOP
+from sopdist.noise.evidence import BINS, CLEAN, SURE, TOLERANCE, count, weigh
+
+
+@given(st.integers(1, 400), st.integers(0, 2**31), st.floats(0.1, 3))
+def test_the_counts_agree_with_a_sort(rows: int, seed: int, power: float) -> None:
+    draws = torch.Generator().manual_seed(seed)
+    confidence = torch.rand(rows, generator=draws) ** power
+    contradicted = torch.rand(rows, generator=draws) < 0.3
+    visited = torch.rand(rows, generator=draws) < 0.9
+    visited[0] = True
+    found = weigh(count(confidence, contradicted, visited))
+
+    bins = (confidence * (BINS - 1)).int()[visited]  # brute force, one row at a time
+    ordered = sorted(bins.tolist(), reverse=True)
+    surest = next(value for place, value in enumerate(ordered) if place + 1 >= SURE * len(ordered))
+    sure = [bool(c) for b, c in zip(bins, contradicted[visited], strict=True) if b >= int(surest * (1 - TOLERANCE))]
+    assert found.contradicted_sure == pytest.approx(sum(sure) / len(sure))
+    assert found.contradicted == pytest.approx(float(contradicted[visited].float().mean()))
+    assert found.confidence == int(surest * (1 - TOLERANCE)) / (BINS - 1)
+
+
+def test_rows_that_were_never_visited_say_nothing() -> None:
+    nothing = torch.zeros(5, dtype=torch.bool)
+    assert weigh(count(torch.ones(5), ~nothing, nothing)).contradicted == 0
+
+
+@given(st.permutations(range(30)), st.integers(1, 4))
+def test_neither_order_nor_ranks_matter(order: list[int], ranks: int) -> None:
+    draws = torch.Generator().manual_seed(3)
+    confidence, contradicted = torch.rand(30, generator=draws), torch.rand(30, generator=draws) < 0.4
+    visited = torch.ones(30, dtype=torch.bool)
+    together = count(confidence, contradicted, visited)
+    mixed = torch.tensor(order)
+    parts = [mixed[rank::ranks] for rank in range(ranks)]
+    assert torch.equal(sum(count(confidence[part], contradicted[part], visited[part]) for part in parts), together)
+
+
+def _train(wrong: float, layout: str) -> tuple[SOP, Tensor, Tensor]:
+    """A network that is sure of 70 samples, and of the other 30 unsure, half of them against the label."""
+    draws = torch.Generator().manual_seed(0)
+    truth = torch.arange(100) % 4
+    changed = torch.arange(100) < 70 * wrong
+    labels = torch.where(changed, (truth + 1) % 4, truth)
+    logits = 6.0 * torch.nn.functional.one_hot(truth, 4).float()
+    logits[70:] = 0.3 * torch.randn(30, 4, generator=draws)
+    logits[70:85].scatter_(1, (labels[70:85, None] + 1) % 4, 0.9)
+    sop = SOP(100, 4, onset=2, layout=layout)
+    for _ in range(3):
+        sop(logits.clone().requires_grad_(), labels, torch.arange(100))
+    return sop, labels, changed
+
+
+@pytest.mark.parametrize("layout", ["dense", "slots"])
+def test_if_labels_look_clean_the_table_starts_with_the_sure_ones_only(layout: str) -> None:
+    sop, labels, _ = _train(0.01, layout)  # one wrong label
+    flagged = sop.flags(labels)
+    assert bool(flagged[0])
+    assert int(flagged.sum()) == 1, "what is contradicted without being sure is not held against a label"
+
+
+@pytest.mark.parametrize("layout", ["dense", "slots"])
+def test_if_labels_are_wrong_it_starts_with_all_that_are_contradicted(layout: str) -> None:
+    sop, labels, changed = _train(0.3, layout)
+    flagged = sop.flags(labels)
+    assert bool(flagged[changed].all())
+    assert int(flagged[70:].sum()) >= 15
+
+
+def test_the_limit_is_far_from_both_cases() -> None:
+    for wrong, clean in ((0.01, True), (0.3, False)):
+        evidence = _train(wrong, "dense")[0].table.evidence()
+        found = weigh(evidence)
+        assert found.looks_clean is clean
+        assert abs(found.contradicted_sure - CLEAN) > 0.01
