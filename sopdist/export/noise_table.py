@@ -20,6 +20,7 @@ from ..files import atomic_file
 from ..noise.readout import Readout
 from ..noise.rows import NoiseTable
 from ..noise.saved_table import FREE, LAYOUTS
+from ..noise.windows import Windows
 from . import require_packages
 
 NAME = "noise.parquet"
@@ -28,12 +29,12 @@ COLUMNS = {
     "index": "sample index, as everywhere in sopdist",
     "label": "class index used in training; null if there was none",
     "score": "how suspicious the label is: higher is worse; null if the sample was never visited",
-    "mean_loss": "running mean of the network's loss on the label; same as score",
+    "mean_loss": "running mean of the network's loss on the label",
     "mean_margin": "running mean of p(label) minus the largest other p; -1 to 1, low is suspicious",
     "mean_fit": "running mean of p(label); 0 to 1, low is suspicious",
     "visits": "number of times the sample was trained on",
-    "flagged": "the noise term has absorbed the label and points to another class: some v^2 > 1 - u^2",
-    "proposed": "proposed class index: that class if flagged, else the label; null if there was no label",
+    "flagged": "the label is probably wrong: absorbed by the noise term in favour of a class that the visits favoured",
+    "proposed": "proposed class index: that class if flagged, and not provisional, else the label; null if there was no label",
     "u": "noise parameter at the label; u^2 is added to the prediction there",
     "v_class": "classes with the largest v^2 among those ever updated, largest first",
     "v_square": "v^2 of these classes, which is subtracted from the prediction there",
@@ -47,8 +48,12 @@ class SavedTable(Readout):
 
     exchange = None
 
-    def __init__(self, state: Mapping[str, Tensor]) -> None:
+    def __init__(self, state: Mapping[str, Tensor], onset: Tensor | None = None) -> None:
+        """`onset`: what `SOP.onset_state` returned, if it was saved."""
         self.table = _load_table(state)
+        self._windows = Windows(self.num_samples, "auto", "cpu")
+        if onset is not None:
+            self._windows.load(onset, first_rank=True)
 
 
 def write_noise(

@@ -2,18 +2,17 @@
 
 Before that, the loss is plain cross-entropy, and each row only counts votes. Acting earlier would cost accuracy: what a
 network that has not learned yet contradicts is mostly correct. Never acting would cost more, once wrong labels are
-memorised. The sign is taken from the visits of each *window*, which is one visit per sample, as an epoch is:
+memorised. The sign comes from the samples whose label was contradicted by their earlier visits: those whose mean margin
+is below -CONTRADICTED. For each *window*, which is one visit per sample, as an epoch is:
 
-    fit       P = mean of p_y                                misfit D = 1 - P
-    conflict  M = mean of log p_k - log p_y over the visits that contradict their label, k being the predicted class
+    B = mean of p_y over the visits to these samples
 
-While a network learns, the share of the misfit that an epoch removes, h_j = (D_{j-2} - D_j) / 2 D_{j-2}, falls at least
-like 1/j: learning curves flatten. Labels that are memorised one by one, however, keep reducing the misfit, and j h_j
-rises. Meanwhile M, which rises as long as the network becomes surer of what it has learned, begins to fall.
-The gate opens after the first window j with both:
+As long as a network learns what samples have in common, it becomes surer of what contradicts these labels, and B falls
+or stays level, whatever the learning rate does. It rises only if the network learns these labels one by one: if it
+memorises them. The gate opens after the first window j with
 
-    j h_j >= RISE min_{i < j} i h_i + noise       noise: SIGMAS standard errors of j h_j
-    S_j   <= (1 - FALL) max_{i <= j} S_i          S_j = (M_j + M_{j-1}) / 2
+    B_j >= B_i + min(RISE, B_i / 2) + noise          i: the window with the smallest B among the LOOK_BACK before j
+                                                     noise: SIGMAS standard errors of B_j - B_i
 
 All sums are integers (fixed point), so the decision does not depend on the order of the visits or the number of ranks.
 This file knows no tables and no tensors.
@@ -28,24 +27,23 @@ from typing import Literal
 
 Setting = Literal["auto", "never", "always"] | int
 
-RISE = 1.5
-FALL = 0.01
-SIGMAS = 2.0
-SMALLEST_SHARE = 0.005  # of the misfit per epoch; slower is not memorising
-SPREAD = 0.25  # standard deviation of the change of p_y between two visits, at most
-FIT_UNIT, CONFLICT_UNIT = 2**24, 2**16  # fixed point
-_NONE_YET = 1e9  # j h_j is at most j / 2
-STATE = 8  # numbers in `Onset.state`
+CONTRADICTED = 0.15  # mean margin, in probability, beyond which earlier visits contradict a label
+EARLIER_VISITS = 2  # that a sample must have had
+RISE = 0.02
+SIGMAS = 3.0
+LOOK_BACK = 8  # windows
+FEWEST_VISITS = 20  # to such samples; a window with fewer says nothing
+UNIT = 2**24  # fixed point
+STATE = 3 + 2 * LOOK_BACK  # numbers in `Onset.state`
 
 
 @dataclass(frozen=True)
 class Sums:
-    """Integers summed over the visits of a window."""
+    """Integers summed over the visits of a window to samples whose label was contradicted before."""
 
     visits: int
-    fit: int  # p_y, in units of 1 / FIT_UNIT
-    contradicted: int  # visits
-    conflict: int  # log p_k - log p_y over these, in units of 1 / CONFLICT_UNIT
+    fit: int  # p_y, in units of 1 / UNIT
+    square: int  # p_y^2, in units of 1 / UNIT
 
 
 class Onset:
@@ -55,11 +53,8 @@ class Onset:
         self.setting = check_setting(setting)
         self.opened: int | None = 0 if setting == "always" else None  # windows before it opened; None: still closed
         self.windows = 0  # so far
-        self._misfit = (0.0, 0.0)  # of the last two windows
-        self._conflict = 0.0  # of the last window
-        self._lowest = _NONE_YET  # j h_j
-        self._peak = 0.0  # S_j
-        self.strength = 0.0  # of the sign: j h_j of the last window, relative to what would open the gate
+        self.rise = 0.0  # of B in the last window, relative to what would open the gate
+        self._recent: list[tuple[float, float]] = []  # B and its variance, of up to LOOK_BACK windows
 
     def close_window(self, sums: Sums) -> bool:
         """Take note of a window. True if the gate opens with it."""
@@ -72,34 +67,29 @@ class Onset:
         return self.opened is not None
 
     def _is_memorising(self, sums: Sums) -> bool:
-        if not sums.visits:
+        if sums.visits < FEWEST_VISITS:
             return False
-        misfit = 1 - sums.fit / FIT_UNIT / sums.visits
-        conflict = sums.conflict / CONFLICT_UNIT / sums.contradicted if sums.contradicted else 0.0
-        smooth = (conflict + self._conflict) / 2
-        if self.windows > 1:
-            self._peak = max(self._peak, smooth)
-        falls = self.windows > 1 and smooth <= (1 - FALL) * self._peak
-        before = self._misfit[0]
-        self._misfit, self._conflict = (self._misfit[1], misfit), conflict
-        if self.windows < 3 or before <= 0:
-            return False
-        share = (before - misfit) / 2 / before
-        noise = SIGMAS * SPREAD / math.sqrt(2 * sums.visits) / before
-        needed = max(SMALLEST_SHARE, RISE * self._lowest / self.windows + noise)
-        self._lowest = min(self._lowest, max(share, 0.0) * self.windows)
-        self.strength = max(share, 0.0) / needed
-        return share >= needed and falls
+        fit = sums.fit / UNIT / sums.visits
+        variance = max(sums.square / UNIT / sums.visits - fit * fit, 0.0) / sums.visits
+        if self._recent:
+            lowest, its_variance = min(self._recent)
+            needed = min(RISE, lowest / 2) + SIGMAS * math.sqrt(variance + its_variance)
+            self.rise = (fit - lowest) / needed if needed else 0.0
+        self._recent = [*self._recent[1 - LOOK_BACK :], (fit, variance)]
+        return self.rise >= 1
 
     def state(self) -> list[float]:
         """All that a resumed run needs, as STATE numbers."""
         opened = -1 if self.opened is None else self.opened
-        return [opened, self.windows, *self._misfit, self._conflict, self._lowest, self._peak, self.strength]
+        recent = [*self._recent, *[(-1.0, -1.0)] * (LOOK_BACK - len(self._recent))]
+        return [opened, self.windows, self.rise, *(number for pair in recent for number in pair)]
 
     def load_state(self, state: Sequence[float]) -> None:
         """Take over what `state` returned."""
-        opened, windows, older, newer, self._conflict, self._lowest, self._peak, self.strength = state
-        self.opened, self.windows, self._misfit = None if opened < 0 else int(opened), int(windows), (older, newer)
+        opened, windows, self.rise, *recent = state
+        self.opened, self.windows = None if opened < 0 else int(opened), int(windows)
+        pairs = zip(recent[::2], recent[1::2], strict=True)
+        self._recent = [pair for pair in pairs if pair[0] >= 0]
 
 
 def check_setting(setting: Setting) -> Setting:

@@ -1,10 +1,11 @@
 """Results of a trained noise table: noise scores, suspects, flags, proposed labels, the noise rate.
 
-Reads the columns of the table. Does not know how they were trained.
+Reads the columns of the table, and what was decided at the onset. Does not know how they were trained.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
@@ -12,9 +13,14 @@ from torch import Tensor
 
 from ..sample_table import Exchange
 from .checks import check_labels
+from .evidence import Evidence, weigh
 from .rows import NoiseTable
+from .windows import Windows
 
 _ACTIVE = 0.01  # a square of u or v below this has no effect
+_LATE = 0.9  # an onset after this share of the run leaves too few visits to trust the flags
+_FEW_WRONG = 0.25  # noise rate below which flags have to be less ambiguous
+_AMBIGUOUS, _AMBIGUOUS_IF_FEW = 1.0, 0.5  # ambiguous labels per contradicted label
 
 
 class Readout:
@@ -22,22 +28,35 @@ class Readout:
 
     table: NoiseTable
     exchange: Exchange | None
+    _windows: Windows
 
     @property
     def num_samples(self) -> int:
         """N."""
         return self.table.num_samples
 
-    def noise_scores(self, kind: Literal["loss", "margin"] = "loss") -> Tensor:
+    @property
+    def onset(self) -> int | None:
+        """After how many epochs the table started to act: 0 = from the first visit, None = not yet."""
+        return None if self.table.voting else self._windows.gate.opened or 0
+
+    def noise_scores(self, kind: Literal["combined", "loss", "margin"] = "combined") -> Tensor:
         """Noise score of each label, (N,) float32: higher = more likely wrong; -inf for samples never visited.
 
-        It is the running mean of the network's own loss (or of its negative margin) on the given label. It ranks labels
-        better than s itself, which saturates.
+        It is a running mean over the visits. "loss" is that of the network's own loss on the given label, which is best
+        if labels are wrong at random. "margin" is that of the largest other p minus p_y, which is best if classes are
+        confused. "combined", from 0 to 1, is close to the better one in both cases: the mean of 1 - p_y and of
+        (1 - margin) / 2.
         """
-        if kind not in ("loss", "margin"):
-            raise ValueError(f"kind must be 'loss' or 'margin', got {kind!r}")
-        scores = self._gather(self.table.mean_loss) if kind == "loss" else -self._gather(self.table.mean_margin)
-        return scores.where(self.visited(), -torch.inf)
+        if kind == "loss":
+            scores = self.table.mean_loss
+        elif kind == "margin":
+            scores = -self.table.mean_margin
+        elif kind == "combined":
+            scores = (1 - self.table.mean_fit) / 2 + (1 - self.table.mean_margin) / 4
+        else:
+            raise ValueError(f"kind must be 'combined', 'loss' or 'margin', got {kind!r}")
+        return self._gather(scores.where(self.table.visits > 0, -torch.inf))
 
     def visited(self) -> Tensor:
         """(N,) bool: the sample was visited at least once."""
@@ -45,8 +64,30 @@ class Readout:
 
     @property
     def provisional(self) -> bool:
-        """Whether the table does not act yet: flags are those it would start with, and nothing is proposed."""
-        return self.table.voting
+        """Whether flags are no more than a hint; then nothing is proposed. `doubts` says why."""
+        return bool(self.doubts())
+
+    def doubts(self) -> list[str]:
+        """Why the flags are provisional, for users; empty if they are not."""
+        self._flush()
+        if self.table.voting:
+            return ["the noise table does not act yet: the run shows no sign that the network memorises labels"]
+        visited = self.visited()
+        epochs = float(self._gather(self.table.visits).sum()) / max(int(visited.sum()), 1)
+        opened, evidence = self._windows.gate.opened or 0, self._windows.evidence
+        found = []
+        if opened > _LATE * epochs:
+            found.append(f"the noise table acts since epoch {opened} of {epochs:.3g}: its rows have had too few visits")
+        if evidence is not None:
+            few = self._flag_rate(None) < _FEW_WRONG
+            limit = _AMBIGUOUS_IF_FEW if few else _AMBIGUOUS
+            if evidence.ambiguous > limit * evidence.contradicted:
+                found.append(
+                    f"when the noise table began to act, the network contradicted {evidence.contradicted:.1%} of the "
+                    f"labels, and it was undecided about {evidence.ambiguous:.1%}: many of the flags may be mistakes "
+                    f"of the network"
+                )
+        return found
 
     def active(self) -> Tensor:
         """(N,) bool: the table affects the loss of this sample: u^2 or some v_k^2 exceeds 0.01."""
@@ -67,18 +108,22 @@ class Readout:
         return self.noise_scores().sort(descending=True, stable=True).indices[: min(count, visited)]
 
     def flags(self, labels: Tensor | None = None) -> Tensor:
-        """(N,) bool: the label is absorbed by the noise term, in favour of some class k: v_k^2 > 1 - u^2.
+        """(N,) bool: the label is probably wrong.
+
+        The noise term has absorbed it in favour of some class k: v_k^2 > 1 - u^2. And the visits favoured another class
+        at least as clearly as they favour the labels on average. Before the onset, the votes of the visits stand in for
+        the noise term; see `provisional`.
 
         Pass the current labels (N,) if some were changed during training. The entry of a class that has since become
-        the label is then ignored. Before the onset (`provisional`): the votes of its visits contradict the label.
+        the label is then ignored.
         """
         return self._flagged(labels)[0]
 
     def proposed_labels(self, labels: Tensor) -> Tensor:
         """The given labels of all samples (N,), with each flagged label replaced by the class of its largest v^2.
 
-        Review the proposals: where few labels are wrong, accepting all of them makes the labels worse. Before the onset
-        (`provisional`) there are none.
+        Review the proposals: where few labels are wrong, accepting all of them makes the labels worse. While flags are
+        `provisional`, there are none.
         """
         if self.provisional:
             check_labels(labels, self.table)
@@ -87,9 +132,38 @@ class Readout:
         return torch.where(flagged, instead, labels.to(instead.device, torch.int64)).to(labels.dtype)
 
     def noise_rate(self, labels: Tensor | None = None) -> float:
-        """Estimated fraction of wrong labels: flagged / visited samples; NaN before the first visit."""
+        """Estimated fraction of wrong labels; NaN before the first visit. `noise_rate_interval` is its uncertainty.
+
+        It is the share of flags. Before the onset, it is how often the surest half of the predictions contradicts a
+        label: what an untrained network contradicts is mostly correct, but what it is sure of is not.
+        """
+        if not int(self.visited().sum()):
+            return math.nan
+        return self._evidence().contradicted_sure if self.table.voting else self._flag_rate(labels)
+
+    def noise_rate_interval(self, labels: Tensor | None = None) -> tuple[float, float]:
+        """Lower and upper estimate of the fraction of wrong labels; NaN before the first visit.
+
+        The lower one counts only what the network is surest of, the upper one everything that it contradicts. Labels
+        that are wrong in a way that the network learns as a pattern are in neither.
+        """
+        rate, visited = self.noise_rate(labels), int(self.visited().sum())
+        if not visited:
+            return math.nan, math.nan
+        evidence = self._windows.evidence or self._evidence()
+        low, high = min(rate, evidence.contradicted_surest), max(rate, evidence.contradicted)
+        low_error, high_error = (2 * math.sqrt(share * (1 - share) / visited) for share in (low, high))
+        return max(0.0, low - low_error), min(1.0, high + high_error)
+
+    def _flag_rate(self, labels: Tensor | None) -> float:
         visited = self.visited()
-        return float((self.flags(labels) & visited).sum() / visited.sum())
+        return float((self.flags(labels) & visited).sum() / visited.sum().clamp_min(1))
+
+    def _evidence(self) -> Evidence:
+        """What the rows say now."""
+        self._flush()
+        counts = self.table.evidence()
+        return weigh(counts if self.exchange is None else self.exchange.sum(counts))
 
     def _flagged(self, labels: Tensor | None) -> tuple[Tensor, Tensor]:
         """Whether each label is flagged, and in favour of which class, (N,) each.
@@ -101,11 +175,15 @@ class Readout:
             labels = labels.to(self.table.u.device, torch.int64)[self.table.first :: self.table.stride]
         self._flush()
         if self.table.voting:
-            contradicted, class_ = self.table.votes()
-            return self._gather(contradicted), self._gather(class_)
-        square, class_ = self.table.strongest(labels)
-        flagged = square > (1 - self.table.u.square()).clamp_min(_ACTIVE)
-        return self._gather(flagged), self._gather(class_)
+            flagged, class_ = self.table.votes()
+        else:
+            square, class_ = self.table.strongest(labels)
+            flagged = square > (1 - self.table.u.square()).clamp_min(_ACTIVE)
+        visited = self.table.visits > 0
+        rival = self._gather((self.table.mean_fit - self.table.mean_margin).where(visited, 0))
+        fit = self._gather(self.table.mean_fit.where(visited, 0)).double()
+        typical = fit.sum() / self.visited().sum().clamp_min(1)
+        return self._gather(flagged) & (rival >= typical), self._gather(class_)
 
     def evictions(self) -> tuple[int, float]:
         """For slots: number of evicted entries, and the largest evicted v^2; (0, 0.0) = equal to dense, bit for bit.

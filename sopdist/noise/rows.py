@@ -163,7 +163,7 @@ class NoiseTable(SampleTable):
 
     def evidence(self) -> Tensor:
         """Counts of these rows for `evidence.weigh`."""
-        return count(self.confidence(), self.mean_margin < 0, self.visits > 0)
+        return count(self.mean_fit, self.mean_margin, self.visits > 0)
 
     def _act(self, part: slice, least: float) -> None:
         contradicted, class_ = self._vote(part)

@@ -171,11 +171,6 @@ class SOP(Readout, nn.Module):
         return self.table.skipped
 
     @property
-    def onset(self) -> int | None:
-        """After how many epochs the table started to act: 0 = from the first visit, None = not yet."""
-        return None if self.table.voting else self._windows.gate.opened or 0
-
-    @property
     def tau(self) -> float:
         """The network's learning rate, by which the variant "paper" multiplies its rates."""
         return self._paper_rates("tau").tau
@@ -279,12 +274,11 @@ class SOP(Readout, nn.Module):
         if not len(index):
             losses = logits.to(torch.promote_types(logits.dtype, torch.float32)).sum(1)
             return losses, Facts(index, *(torch.zeros_like(index, dtype=torch.float32) for _ in range(4)))
-        reclip, target = step.rule == "official", self.target
+        reclip = step.rule == "official"
+        target = 0.0 if self._looked_clean else self.target
         if self.table.voting:
             with torch.no_grad():
                 found = kernels.fused_loss(logits, labels, rows, block, keep, eps=self.eps, reclip=False, target=0.0)
-            if self.training and torch.is_grad_enabled():
-                self._windows.add(found)
             return _cross_entropy(logits, labels, found.facts.predicted != DROPPED), found.facts
         losses, *columns = FusedLoss.apply(logits, labels, rows, block, keep, self.eps, reclip, target, kernels)
         return losses, Facts(*columns)
@@ -296,8 +290,14 @@ class SOP(Readout, nn.Module):
         if self._windows.gate.setting == "always":
             self.table.act()
         elif self._windows.complete and self._windows.end(self._sum):
-            found = weigh(self._sum(self.table.evidence()))
+            found = self._windows.evidence = weigh(self._sum(self.table.evidence()))
             self.table.act(found.confidence if found.looks_clean else 0.0)
+
+    @property
+    def _looked_clean(self) -> bool:
+        """Whether the labels looked clean at the onset. Then a target would only reinforce mistakes of the network."""
+        evidence = self._windows.evidence
+        return evidence is not None and evidence.looks_clean
 
     def _count(self, samples: int) -> None:
         if self.table.voting:
@@ -316,15 +316,20 @@ class SOP(Readout, nn.Module):
 
     def _update(self, labels: Tensor, index: Tensor, facts: Facts, step: Step, kernels: Kernels) -> None:
         """Apply the facts to the rows of the samples, or send them to the ranks that own the rows."""
+
+        def visit(rows: Tensor, labels: Tensor, facts: Facts) -> None:
+            if len(rows):
+                if step.rule == "votes":
+                    self._windows.add(self.table, rows, facts)
+                kernels.update_rows(self.table, rows, labels, facts, step)
+
         if self.exchange is None:
-            if len(index):
-                kernels.update_rows(self.table, index, labels, facts, step)
+            visit(index, labels, facts)
             self._count(len(index))
             return
 
         def apply(rows: Tensor, columns: list[Tensor]) -> None:
-            if len(rows):
-                kernels.update_rows(self.table, rows, *from_wire(columns), step)
+            visit(rows, *from_wire(columns))
 
         before = self.exchange.samples
         if self.exchange.give(to_wire(labels, facts), apply) and not self._prefetches:

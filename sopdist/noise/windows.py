@@ -1,7 +1,7 @@
 """The windows by which the onset of memorisation is recognised: sums over one visit per sample, on the device.
 
-Every rank sums its own visits. The sums are integers, so that their total depends neither on the order of the visits
-nor on the number of ranks. Knows nothing of rows.
+Every rank sums the visits to its own rows. The sums are integers, so that their total depends neither on the order of
+the visits nor on the number of ranks.
 """
 
 from __future__ import annotations
@@ -13,11 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from ..sample_table.table import keep_dtype
-from .kernels import DROPPED, LossResult
-from .onset import CONFLICT_UNIT, FIT_UNIT, STATE, Onset, Setting, Sums
+from .evidence import Evidence
+from .kernels import DROPPED, Facts
+from .onset import CONTRADICTED, EARLIER_VISITS, STATE, UNIT, Onset, Setting, Sums
+from .rows import NoiseTable
 
-_LARGEST_CONFLICT = 1000.0  # a log margin; far beyond those of any network
-_SUMS = 4
+_SUMS, _EVIDENCE = 3, len(Evidence._fields)
+_SAVED = STATE + _EVIDENCE + 1 + _SUMS  # numbers in `state`
+_EARLIER_STATE = 13  # numbers that the state had when the gate looked for another sign
 
 
 class Windows(nn.Module):
@@ -29,19 +32,20 @@ class Windows(nn.Module):
     def __init__(self, samples: int, setting: Setting, device: torch.device | str | None) -> None:
         super().__init__()
         self.gate = Onset(setting)
+        self.evidence: Evidence | None = None  # that the rows gave when the gate opened
         self._samples = samples
         self._seen = 0  # of the current window, over all ranks
         self.register_buffer("sums", torch.zeros(_SUMS, dtype=torch.int64, device=device), persistent=False)
         # Stays on the CPU, where it is filled and read: some devices have no float64.
-        self.register_buffer("state", torch.zeros(STATE + 1 + _SUMS, dtype=torch.float64, device="cpu"))
+        self.register_buffer("state", torch.zeros(_SAVED, dtype=torch.float64, device="cpu"))
 
-    def add(self, found: LossResult) -> None:
-        """Add the visits of a batch. Does not wait for the device."""
-        fit = (found.facts.fit * FIT_UNIT).round().to(torch.int64)  # units are powers of 2: exact in float32
-        conflict = found.log_margin.clamp(0, _LARGEST_CONFLICT)
-        conflict = (conflict * CONFLICT_UNIT).round().to(torch.int64)
-        columns = (found.facts.predicted != DROPPED, fit, found.log_margin > 0, conflict)
-        self.sums += torch.stack([column.sum() for column in columns])
+    def add(self, table: NoiseTable, rows: Tensor, facts: Facts) -> None:
+        """Add visits to these rows, before they are updated. Does not wait for the device."""
+        contradicted = (table.mean_margin[rows] < -CONTRADICTED) & (table.visits[rows] >= EARLIER_VISITS)
+        contradicted &= facts.predicted != DROPPED
+        fit = facts.fit.where(contradicted, 0)
+        columns = (contradicted, (fit * UNIT).round(), (fit * fit * UNIT).round())  # UNIT is a power of 2: exact
+        self.sums += torch.stack([column.to(torch.int64).sum() for column in columns])
 
     def count(self, samples: int) -> None:
         """Take note of samples that were visited, over all ranks."""
@@ -61,14 +65,18 @@ class Windows(nn.Module):
 
     def save(self, reduce: Callable[[Tensor], Tensor]) -> Tensor:
         """Fill and return `state`, identical on every rank. Collective if `reduce` is."""
-        numbers = [*self.gate.state(), self._seen, *reduce(self.sums).tolist()]
+        evidence = [-1.0] * _EVIDENCE if self.evidence is None else self.evidence
+        numbers = [*self.gate.state(), *evidence, self._seen, *reduce(self.sums).tolist()]
         self.state.copy_(torch.tensor(numbers, dtype=torch.float64))
         return self.state
 
     def load(self, state: Tensor, *, first_rank: bool) -> None:
         """Take over what `save` returned; the sums go to the first rank."""
-        *gate, seen, _, _, _, _ = state.tolist()
+        state = _converted(state)
+        numbers = state.tolist()
+        gate, evidence, seen = numbers[:STATE], numbers[STATE : STATE + _EVIDENCE], numbers[STATE + _EVIDENCE]
         self.gate.load_state(gate)
+        self.evidence = None if evidence[0] < 0 else Evidence(*evidence)
         self._seen = int(seen)
         sums = state[-_SUMS:].to(torch.int64)
         self.sums.copy_(sums if first_rank else torch.zeros_like(sums))
@@ -81,6 +89,15 @@ class Windows(nn.Module):
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
         """A table saved by a version without onset has no state, which is not an error: it always acted."""
         found = state_dict.get(f"{prefix}state")
-        super()._load_from_state_dict(
-            {**state_dict, f"{prefix}state": self.state if found is None else found}, prefix, *args
-        )
+        state = self.state if found is None else _converted(found)
+        super()._load_from_state_dict({**state_dict, f"{prefix}state": state}, prefix, *args)
+
+
+def _converted(state: Tensor) -> Tensor:
+    """The state of an earlier version keeps the decision and the position; a closed gate compares from there on."""
+    if len(state) != _EARLIER_STATE:
+        return state
+    opened, windows, seen = (float(state[position]) for position in (0, 1, 8))
+    gate = Onset("auto")
+    gate.opened, gate.windows = None if opened < 0 else int(opened), int(windows)
+    return torch.tensor([*gate.state(), *[-1.0] * _EVIDENCE, seen, *[0.0] * _SUMS], dtype=torch.float64)

@@ -34,7 +34,6 @@ class LossResult(NamedTuple):
     gradient: Tensor
     scale: Tensor
     facts: Facts
-    log_margin: Tensor  # float32: log of the largest other p, minus log p_y; 0 for a dropped sample
 
 
 def to_wire(labels: Tensor, facts: Facts) -> list[Tensor]:

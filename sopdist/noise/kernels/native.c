@@ -182,12 +182,11 @@ INLINE float row_agreement(const float *p, const float *minus_s, int64_t count) 
  * With slots it is 0 on entry and on return. `p` is the row of the gradient; it holds the probabilities until step 3. */
 FOR_EVERY_CPU static void loss_of_sample(const float *z, int64_t y, int64_t row, Block block, int keep, float eps, int reclip,
                                          float target, int64_t K, float *minus_s, float *p, float *loss, float *scale,
-                                         int64_t *predicted, float *cross_entropy, float *margin, float *pull, float *fit,
-                                         float *log_margin) {
+                                         int64_t *predicted, float *cross_entropy, float *margin, float *pull, float *fit) {
     float top = row_max(z, K);
     if (!keep || !(fabsf(row_sum(z, K)) < INFINITY && top - z[y] < INFINITY)) { /* a NaN spreads to the sum */
         memset(p, 0, sizeof(float) * (size_t)K);
-        *loss = *scale = *cross_entropy = *margin = *pull = *fit = *log_margin = 0.0f;
+        *loss = *scale = *cross_entropy = *margin = *pull = *fit = 0.0f;
         *predicted = DROPPED;
         return;
     }
@@ -223,7 +222,6 @@ FOR_EVERY_CPU static void loss_of_sample(const float *z, int64_t y, int64_t row,
     *cross_entropy = (top - z[y]) + logf(denominator);
     *margin = p_y - p_rival;
     *fit = p_y;
-    *log_margin = rival - z[y];
     if (reclip && c_y * *scale < eps) {
         *loss = -logf(eps);
         *pull = 0.0f;
@@ -256,13 +254,13 @@ FOR_EVERY_CPU static void loss_of_sample(const float *z, int64_t y, int64_t row,
 void sopdist_loss(const float *logits, const int64_t *labels, const int64_t *index, const uint8_t *keep, const float *u,
                  const float *v, const void *classes, int64_t slots, int64_t class_bytes, int64_t B, int64_t K, float eps,
                  int reclip, float target, int threads, float *scratch, float *losses, float *gradient, float *scale,
-                 int64_t *predicted, float *cross_entropy, float *margin, float *pull, float *fit, float *log_margin) {
+                 int64_t *predicted, float *cross_entropy, float *margin, float *pull, float *fit) {
     Block block = {u, v, classes, slots, class_bytes};
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t i = 0; i < B; i++)
         loss_of_sample(logits + i * K, labels[i], index[i], block, keep == NULL || keep[i], eps, reclip, target, K,
                        scratch + omp_get_thread_num() * K, gradient + i * K, losses + i, scale + i, predicted + i,
-                       cross_entropy + i, margin + i, pull + i, fit + i, log_margin + i);
+                       cross_entropy + i, margin + i, pull + i, fit + i);
 }
 
 /* ---- (b) the rows ------------------------------------------------------------------------------------------------ */

@@ -39,7 +39,7 @@ def _library() -> ctypes.CDLL:
     if spec is None or spec.origin is None:
         raise RuntimeError("the CPU kernels are not built: install a C compiler, then reinstall sopdist")
     library = ctypes.CDLL(spec.origin)
-    library.sopdist_loss.argtypes = [*(_P,) * 7, *(_I64,) * 4, _F32, _INT, _F32, _INT, *(_P,) * 10]
+    library.sopdist_loss.argtypes = [*(_P,) * 7, *(_I64,) * 4, _F32, _INT, _F32, _INT, *(_P,) * 9]
     library.sopdist_loss.restype = None
     library.sopdist_rows.argtypes = [*(_P,) * 8, _I64, _INT, _F32, _F32, _INT]
     library.sopdist_rows.restype = None
@@ -91,16 +91,16 @@ def fused_loss(
     threads = _threads(z.numel())
     floats: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
     scratch, gradient = torch.zeros(threads, classes, **floats), torch.empty(batch, classes, **floats)
-    losses, scale, cross_entropy, margin, pull, fit, log_margin = (torch.empty(batch, **floats) for _ in range(7))
+    losses, scale, cross_entropy, margin, pull, fit = (torch.empty(batch, **floats) for _ in range(6))
     predicted = torch.empty(batch, dtype=torch.int64, device="cpu")
     slots, class_bytes = (0, 0) if block.classes is None else (block.classes.shape[1], block.classes.itemsize)
     tensors = (z, labels, index, keep, *_floats(block.u, block.v), block.classes)
-    results = (scratch, losses, gradient, scale, predicted, cross_entropy, margin, pull, fit, log_margin)
+    results = (scratch, losses, gradient, scale, predicted, cross_entropy, margin, pull, fit)
     _library().sopdist_loss(
         *map(_pointer, tensors), slots, class_bytes, batch, classes, eps, reclip, target, threads,
         *map(_pointer, results),
     )  # fmt: skip
-    return LossResult(losses, gradient, scale, Facts(predicted, cross_entropy, margin, pull, fit), log_margin)
+    return LossResult(losses, gradient, scale, Facts(predicted, cross_entropy, margin, pull, fit))
 
 
 def update_rows(table: NoiseTable, index: Tensor, labels: Tensor, facts: Facts, step: Step) -> None:

@@ -88,7 +88,6 @@ def fused_loss(
         gradient.where(ok[:, None], 0),
         scale.where(ok, 0),
         Facts(predicted.where(ok, DROPPED), *measured),
-        (z_rival - z_y).where(ok, 0).to(torch.float32),
     )
 
 

@@ -60,7 +60,6 @@ def loss_kernel(
     margin_ptr,  # (B,) float32
     pull_ptr,  # (B,) float32
     fit_ptr,  # (B,) float32
-    log_margin_ptr,  # (B,) float32
     logits_stride,
     K,
     eps,
@@ -108,6 +107,10 @@ def loss_kernel(
     # 2. S = sum of max(w, eps), and the total probability of the classes that are not clipped.
     p_y = tl.exp(z_y - top) / denominator
     p_rival = tl.exp(z_rival - top) / denominator
+    tl.store(predicted_ptr + i, tl.where(ok, predicted, _DROPPED))  # now, so that no register has to keep them
+    tl.store(cross_entropy_ptr + i, tl.where(ok, (top - z_y) + tl.log(denominator), 0.0))
+    tl.store(margin_ptr + i, tl.where(ok, p_y - p_rival, 0.0))
+    tl.store(fit_ptr + i, tl.where(ok, p_y, 0.0))
     u = tl.load(u_ptr + row)
     w_y = p_y + tl.minimum(u * u, 1.0)
     if ONE_BLOCK:
@@ -159,12 +162,7 @@ def loss_kernel(
 
     tl.store(losses_ptr + i, tl.where(ok, loss, 0.0))
     tl.store(scale_ptr + i, tl.where(ok, 1.0 / total, 0.0))
-    tl.store(predicted_ptr + i, tl.where(ok, predicted, _DROPPED))
-    tl.store(cross_entropy_ptr + i, tl.where(ok, (top - z_y) + tl.log(denominator), 0.0))
-    tl.store(margin_ptr + i, tl.where(ok, p_y - p_rival, 0.0))
     tl.store(pull_ptr + i, tl.where(ok, pull, 0.0))
-    tl.store(fit_ptr + i, tl.where(ok, p_y, 0.0))
-    tl.store(log_margin_ptr + i, tl.where(ok, z_rival - z_y, 0.0))
 
 
 def launch_shape(num_classes: int) -> tuple[int, int]:
@@ -190,7 +188,7 @@ def fused_loss(
     labels, index = labels.contiguous(), index.contiguous()
     device = logits.device
     floats = {"dtype": torch.float32, "device": device}
-    losses, scale, cross_entropy, margin, pull, fit, log_margin = (torch.empty(batch, **floats) for _ in range(7))
+    losses, scale, cross_entropy, margin, pull, fit = (torch.empty(batch, **floats) for _ in range(6))
     predicted = torch.empty(batch, dtype=torch.int64, device=device)
     gradient = torch.empty(batch, classes, **floats)
     kept = torch.ones(batch, dtype=torch.uint8, device=device) if keep is None else keep.to(torch.uint8).contiguous()
@@ -199,9 +197,9 @@ def fused_loss(
         loss_kernel[(batch,)](
             logits, labels, index, kept,
             block.u, block.v, block.v if block.classes is None else block.classes,
-            losses, gradient, scale, predicted, cross_entropy, margin, pull, fit, log_margin,
+            losses, gradient, scale, predicted, cross_entropy, margin, pull, fit,
             logits.stride(0), classes, eps, target,
             M=block.v.shape[1] if block.classes is not None else 1, SLOTS=block.classes is not None, RECLIP=reclip,
             TARGET=target > 0, BLOCK=size, ONE_BLOCK=classes <= size, num_warps=warps, enable_fp_fusion=True,
         )  # fmt: skip
-    return LossResult(losses, gradient, scale, Facts(predicted, cross_entropy, margin, pull, fit), log_margin)
+    return LossResult(losses, gradient, scale, Facts(predicted, cross_entropy, margin, pull, fit))
