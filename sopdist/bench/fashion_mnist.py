@@ -8,7 +8,8 @@ loss. There is no augmentation. Without options, it reproduces the table of docs
 methods:
   ce                   cross-entropy, which memorises wrong labels
   gce, sl, elr         generalised and symmetric cross-entropy, early-learning regularisation
-  sop-flow             SOP with its defaults: a label is flagged after 4 visits of steady disagreement
+  sop                  SOP with its defaults: it waits for the onset of memorisation
+  sop-flow             SOP that acts from the first visit: a label is flagged after 4 visits of steady disagreement
   sop-paper            the update rule of the paper at its printed rates (10, 10); -tuned: at (30, 300)
   sop-official         the update rule of the authors' code at its published rates (1, 10); -tuned: at (100, 300)
 
@@ -56,7 +57,8 @@ BASELINES: dict[str, Callable[[int], Loss]] = {
 }
 # "paper" and "official": with the published rates, and with rates at which the table takes effect within 30 epochs.
 SOPS: dict[str, dict[str, Any]] = {
-    "sop-flow": {"variant": "flow", "visits": 4.0},
+    "sop": {},
+    "sop-flow": {"variant": "flow", "visits": 4.0, "onset": "always"},
     "sop-paper": {"variant": "paper", "alpha_u": 10.0, "alpha_v": 10.0},
     "sop-paper-tuned": {"variant": "paper", "alpha_u": 30.0, "alpha_v": 300.0},
     "sop-official": {"variant": "official", "lr_u": 1.0, "lr_v": 10.0, "batch_size": BATCH},
@@ -258,7 +260,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = """\
 examples:
   sopdist bench fashion-mnist                                      everything, about a quarter of an hour
-  sopdist bench fashion-mnist --methods ce,elr,sop-flow --noise asym-40
+  sopdist bench fashion-mnist --methods ce,elr,sop --noise asym-40
   sopdist bench fashion-mnist --train 2000 --epochs 5 --seeds 1 --out quick.json"""
     add = parser.add_argument
     where = "folder of the four idx .gz files (default %(default)s, from Debian's dataset-fashion-mnist)"

@@ -34,7 +34,7 @@ COLUMNS = {
     "mean_fit": "running mean of p(label); 0 to 1, low is suspicious",
     "visits": "number of times the sample was trained on",
     "flagged": "the label is probably wrong: absorbed by the noise term in favour of a class that the visits favoured",
-    "proposed": "proposed class index: that class if flagged, and not provisional, else the label; null if there was no label",
+    "proposed": "proposed class index: that class if flagged (unless provisional), else the label; null if unknown",
     "u": "noise parameter at the label; u^2 is added to the prediction there",
     "v_class": "classes with the largest v^2 among those ever updated, largest first",
     "v_square": "v^2 of these classes, which is subtracted from the prediction there",
@@ -63,17 +63,19 @@ def write_noise(
     *,
     top: int = TOP,
     about: Mapping[str, Any] | None = None,
+    onset: Tensor | None = None,
 ) -> None:
     """Write the saved table of all samples atomically. A table that still votes is written as it would start to act.
 
     labels: (N,) class indices, negative for no label; without them the columns `label` and `proposed` are omitted.
     about: stored in the file's metadata under the key `sopdist`, as JSON.
+    onset: what `SOP.onset_state` returned, if it was saved.
     """
     require_packages("pyarrow", "pyarrow.parquet", what="noise")
     import pyarrow as pa
     from pyarrow import parquet
 
-    saved = SavedTable(state)
+    saved = SavedTable(state, onset)
     columns = columns_of(saved, labels)
     classes, squares = top_entries(state, top)
     names = [name for name in COLUMNS if labels is not None or name not in _LABEL_COLUMNS]

@@ -81,6 +81,9 @@ class Readout:
     proposed: NDArray[np.int64]  # the given label, or its proposed correction
     visited: NDArray[np.bool_]
     metrics: Mapping[str, float] = field(default_factory=dict)  # about its tables, for the log
+    rate: float | None = None  # estimated fraction of wrong labels; None: the share of flags
+    interval: tuple[float, float] | None = None  # lower and upper estimate of it
+    doubts: tuple[str, ...] = ()  # why flags are provisional: sentences for users; nothing is then proposed
 
 
 @dataclass(frozen=True)
@@ -220,6 +223,14 @@ class Method(ABC):
     def readout(self, labels: Tensor) -> Readout | None:
         """What the method reports about the current labels (N,); None if nothing. Collective."""
         return None
+
+    def status(self) -> Mapping[str, float]:
+        """Figures for every line of the log. Cheap, and not collective."""
+        return {}
+
+    def warnings(self, readout: Readout) -> tuple[str, ...]:
+        """What a user should know at the end of a run, and what to do about it."""
+        return readout.doubts
 
     def exchange_stats(self) -> ExchangeStats:
         """The cost of sending rows so far."""

@@ -22,11 +22,16 @@ from ..data.plan import parts_of_ranks
 from ..errors import ConfigError
 from ..noise import SOP
 from ..noise.kernels.facts import FACT_WIRE_BYTES
-from ..noise.rates import Forecast, Paper, Rates, make_rates
+from ..noise.rates import Paper, Rates, default_onset, forecast, make_rates
 from ..noise.rows import DEFAULT_SLOTS, Layout, choose_layout, row_bytes, row_wire_bytes
 from ..sample_table import ExchangeStats, SampleTable
 from .method import Cost, Forward, Method, MethodSettings, Outlook, Readout, Setup, StepOutput, TableCost
 
+_WAITED = (
+    "The run was plain cross-entropy, and flags are provisional. If you expect wrong labels, train longer, with less "
+    "augmentation or with a larger network"
+)
+_DOUBTED = "Flags are provisional, and nothing is proposed: review suspects.csv before you change a label"
 _RATES = ("visits", "alpha_u", "alpha_v", "lr_u", "lr_v")
 
 
@@ -38,10 +43,10 @@ class SOPSettings(MethodSettings):
     consistency: float = 0.0  # SOP+: weight of the agreement of two views; > 0 doubles the cost of the network
     balance: float = 0.0  # SOP+: weight of the balance between the classes
     variant: Literal["flow", "paper", "official"] = "flow"  # how a visit moves u and v
-    onset: Literal["auto", "never", "always"] | int = "always"  # when it starts to act: see docs/noise.md; or an epoch
-    target: float | None = (
-        None  # flow: weight of the pull towards what the table says; null: 0.5, or 0 with onset always
+    onset: Literal["auto", "never", "always"] | int | None = (
+        None  # when the table acts; null: auto for flow, else always
     )
+    target: float | None = None  # flow: weight of the pull towards what the table says; null: 0.5, 0 for onset always
     visits: float | None = None  # flow: visits of steady disagreement after which a label is flagged; null: 4
     alpha_u: float | None = None  # paper: step of u in units of the learning rate; null: 10
     alpha_v: float | None = None  # paper: step of v in units of the learning rate; null: 10
@@ -107,12 +112,13 @@ class SOPMethod(Method):
         return choose_layout(samples, classes, self.settings.slots) if layout == "auto" else layout
 
     def outlook(self, visits: float, lr: float) -> Outlook | None:
-        """After how many visits the table absorbs a label that is steadily contradicted; nothing if it waits first."""
-        if self.settings.onset != "always":
+        """After how many visits the table can act; nothing if it never shall."""
+        settings = self.settings
+        onset = default_onset(settings.variant) if settings.onset is None else settings.onset
+        if onset == "never":
             return None
-        rates = self.settings.rates(lr)
-        forecast = Forecast(rates.visits_to_activate(), visits, rates)
-        return Outlook(None if math.isinf(forecast.visits) else forecast.visits, visits, str(forecast))
+        found = forecast(settings.rates(lr), onset, visits)
+        return Outlook(None if math.isinf(found.visits) else found.visits, visits, str(found))
 
     def describe(self) -> str:
         """Includes the layout of the table, which `auto` leaves open."""
@@ -202,10 +208,20 @@ class SOPMethod(Method):
         scores, flags, proposed, visited = (column.cpu().numpy() for column in columns)
         active = int(sop.active().sum())
         evictions, evicted = sop.evictions()
-        metrics = {"active_rows": active, "evictions": evictions, "largest_evicted": evicted}
-        if sop.onset is not None:
-            metrics["onset"] = sop.onset
-        return Readout(scores, flags, proposed, visited, metrics)
+        metrics = {"active_rows": active, "evictions": evictions, "largest_evicted": evicted, **self.status()}
+        rate, interval, doubts = sop.noise_rate(known), sop.noise_rate_interval(known), tuple(sop.doubts())
+        return Readout(scores, flags, proposed, visited, metrics, rate, interval, doubts)
+
+    def status(self) -> dict[str, float]:
+        """After how many epochs the table began to act, once it does."""
+        return {} if self.sop.onset is None else {"onset": self.sop.onset}
+
+    def warnings(self, readout: Readout) -> tuple[str, ...]:
+        """With what to do about it."""
+        if self.sop.onset is None and self.settings.onset == "never":
+            return ()
+        advice = _WAITED if self.sop.onset is None else _DOUBTED
+        return tuple(f"{doubt}. {advice}" for doubt in readout.doubts)
 
     def exchange_stats(self) -> ExchangeStats:
         """The cost of sending rows and facts so far."""

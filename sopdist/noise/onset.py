@@ -92,6 +92,13 @@ class Onset:
         self._recent = [pair for pair in pairs if pair[0] >= 0]
 
 
+def earliest(setting: Setting) -> float:
+    """After how many epochs the table acts at the earliest."""
+    if isinstance(setting, int):
+        return setting
+    return {"always": 0, "auto": EARLIER_VISITS + 2, "never": math.inf}[setting]  # auto compares two windows
+
+
 def check_setting(setting: Setting) -> Setting:
     """ValueError unless it is one of the three words, or a number of epochs."""
     if isinstance(setting, str) and setting in ("auto", "never", "always"):

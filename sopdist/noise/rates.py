@@ -26,6 +26,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, NamedTuple
 
 from .counter import INITIAL_STD
+from .onset import Setting, earliest
 
 Rule = Literal["flow", "paper", "official", "votes"]
 RULES: tuple[Rule, ...] = (
@@ -129,6 +130,17 @@ Rates = Flow | Paper | Official
 VARIANTS: dict[str, type[Flow] | type[Paper] | type[Official]] = {"flow": Flow, "paper": Paper, "official": Official}
 
 
+def default_onset(variant: str) -> Setting:
+    """The paper's own steps act from the first visit."""
+    return "auto" if variant == "flow" else "always"
+
+
+def forecast(rates: Rates, onset: Setting, epochs: float) -> Forecast:
+    """When the table acts, for a run of this many epochs."""
+    waits = onset not in ("always", "never")
+    return Forecast(earliest(onset) if waits else rates.visits_to_activate(), epochs, rates, waits=waits)
+
+
 def make_rates(variant: str, given: dict[str, Any]) -> Rates:
     """Build the chosen rule from the given settings. A setting of another rule is an error."""
     if variant not in VARIANTS:
@@ -162,6 +174,7 @@ class Forecast:
     visits: float
     epochs: float
     rates: Rates
+    waits: bool = False  # for the onset: `visits` are then those before the table acts at the earliest
 
     @property
     def activates(self) -> bool:
@@ -171,6 +184,8 @@ class Forecast:
     def __str__(self) -> str:
         visits = "never" if math.isinf(self.visits) else f"after about {self.visits:,.4g} visits"
         plan = f"{self.epochs:g} epochs of one visit each are planned"
+        if self.waits:
+            return self._of_the_onset(plan)
         if isinstance(self.rates, Paper):
             visits += f" at the current tau = {self.rates.tau:g}"
         if self.activates:
@@ -181,6 +196,14 @@ class Forecast:
             f"the noise table cannot act: a steadily contradicted label is absorbed by the noise term {visits}, "
             f"but {plan}. "
             f"Training will behave like plain cross-entropy. {advice}"
+        )
+
+    def _of_the_onset(self, plan: str) -> str:
+        if self.activates:
+            return f"the noise table waits for the onset, which takes at least {self.visits:g} epochs; {plan}"
+        return (
+            f"the noise table cannot act: it waits for the onset, which takes at least {self.visits:g} epochs, "
+            f"but {plan}. Training will be plain cross-entropy. Train longer."
         )
 
 

@@ -37,7 +37,7 @@ from .kernels import DROPPED, Facts, Kernels, choose_kernels
 from .kernels.facts import from_wire, to_wire
 from .onset import Setting
 from .plus import as_share_of_all, balance_term, consistency_term, weighted_prediction
-from .rates import VOTES, Forecast, InactiveTableWarning, Paper, Step, make_rates
+from .rates import VOTES, Forecast, InactiveTableWarning, Paper, Step, default_onset, forecast, make_rates
 from .readout import Readout
 from .rows import DEFAULT_SLOTS, NoiseTable, RowBlock
 from .windows import Windows
@@ -61,9 +61,11 @@ class SOP(Readout, nn.Module):
         lr_u, lr_v, batch_size: for "official" (default 1, 10, 128).
         onset: when the table starts to act. "auto": once the run shows that the network memorises labels; before that
             the loss is exactly cross-entropy, and the rows only count votes (see docs/noise.md). "always": from the
-            first visit. "never", or after a number of epochs (visits of every sample). Default: "always".
+            first visit. "never", or after a number of epochs (visits of every sample). Default: "auto" for "flow",
+            "always" for the other variants.
         target: weight of a term that pulls the prediction towards what the table says, once it acts: the label, or the
-            class in whose favour it was flagged. Default: 0.5, or 0 if `onset` is "always". For "flow".
+            class in whose favour it was flagged. Default: 0.5, or 0 for a table that acted from the first visit. For
+            "flow". The term is left out if labels look clean at the onset.
         layout: "dense" stores v of all classes, "slots" only the entries that have changed; "auto" chooses by size.
         slots: maximum number of entries per row in the layout "slots".
         seed: seed of the table's initial values.
@@ -98,7 +100,7 @@ class SOP(Readout, nn.Module):
         lr_u: float | None = None,
         lr_v: float | None = None,
         batch_size: int | None = None,
-        onset: Setting = "always",
+        onset: Setting | None = None,
         target: float | None = None,
         layout: Literal["auto", "dense", "slots"] = "auto",
         slots: int = DEFAULT_SLOTS,
@@ -120,9 +122,10 @@ class SOP(Readout, nn.Module):
         if process_group is not None and ranks > 1:
             table = {"num_samples": num_samples, "num_classes": num_classes, "layout": layout, "slots": slots}
             terms = {"consistency": consistency, "balance": balance, "eps": eps, "reduction": reduction}
-            more: dict[str, Any] = {"onset": onset, "target": target, "seed": seed, "variant": variant}
+            more: dict[str, Any] = {"variant": variant, "onset": onset, "target": target, "seed": seed}
             more["prior"] = None if prior is None else prior.tolist()
             check_same_on_all_ranks(process_group, "SOP", {**table, **given, **terms, **more})
+        onset = default_onset(variant) if onset is None else onset
         self.rates = make_rates(variant, {name: value for name, value in given.items() if value is not None})
         self.table = NoiseTable(
             num_samples, num_classes, layout=layout, slots=slots, seed=seed, first=rank, stride=ranks, device=device
@@ -149,8 +152,8 @@ class SOP(Readout, nn.Module):
             )
         self._windows = Windows(num_samples, onset, device)
         self.table.voting = onset != "always"
-        self.target = (0.0 if onset == "always" else DEFAULT_TARGET) if target is None else target
-        if not (math.isfinite(self.target) and self.target >= 0) or (self.target and variant != "flow"):
+        self._target = target
+        if target is not None and (not (math.isfinite(target) and target >= 0) or (target and variant != "flow")):
             raise ValueError(f"target must be a finite number >= 0, and 0 unless variant='flow'; got {target!r}")
         self.register_state_dict_pre_hook(lambda *_: self.onset_state())
         self.register_load_state_dict_post_hook(lambda *_: self.load_onset_state(self._windows.state))
@@ -169,6 +172,15 @@ class SOP(Readout, nn.Module):
     def skipped(self) -> Tensor:
         """Number of samples that were skipped: [weight 0 or out of range, logits not finite]."""
         return self.table.skipped
+
+    @property
+    def target(self) -> float:
+        """Weight of the pull towards what the table says; 0 if labels looked clean, because it reinforces mistakes."""
+        evidence = self._windows.evidence
+        if evidence is not None and evidence.looks_clean:
+            return 0.0
+        default = 0.0 if self.onset == 0 else DEFAULT_TARGET
+        return default if self._target is None else self._target
 
     @property
     def tau(self) -> float:
@@ -191,7 +203,8 @@ class SOP(Readout, nn.Module):
     def extra_repr(self) -> str:
         """One line for `print(sop)`."""
         plus = f", consistency={self.consistency}, balance={self.balance}" if self.consistency or self.balance else ""
-        return f"{self.rates}, eps={self.eps:g}{plus}, skipped {sum(self.skipped.tolist())} samples"
+        acts = "waits for the onset" if self.onset is None else f"acts since epoch {self.onset}"
+        return f"{self.rates}, {acts}, eps={self.eps:g}{plus}, skipped {sum(self.skipped.tolist())} samples"
 
     # -- the loss ------------------------------------------------------------------------------------------------------
 
@@ -275,12 +288,11 @@ class SOP(Readout, nn.Module):
             losses = logits.to(torch.promote_types(logits.dtype, torch.float32)).sum(1)
             return losses, Facts(index, *(torch.zeros_like(index, dtype=torch.float32) for _ in range(4)))
         reclip = step.rule == "official"
-        target = 0.0 if self._looked_clean else self.target
         if self.table.voting:
             with torch.no_grad():
                 found = kernels.fused_loss(logits, labels, rows, block, keep, eps=self.eps, reclip=False, target=0.0)
             return _cross_entropy(logits, labels, found.facts.predicted != DROPPED), found.facts
-        losses, *columns = FusedLoss.apply(logits, labels, rows, block, keep, self.eps, reclip, target, kernels)
+        losses, *columns = FusedLoss.apply(logits, labels, rows, block, keep, self.eps, reclip, self.target, kernels)
         return losses, Facts(*columns)
 
     def _end_window(self) -> None:
@@ -292,12 +304,6 @@ class SOP(Readout, nn.Module):
         elif self._windows.complete and self._windows.end(self._sum):
             found = self._windows.evidence = weigh(self._sum(self.table.evidence()))
             self.table.act(found.confidence if found.looks_clean else 0.0)
-
-    @property
-    def _looked_clean(self) -> bool:
-        """Whether the labels looked clean at the onset. Then a target would only reinforce mistakes of the network."""
-        evidence = self._windows.evidence
-        return evidence is not None and evidence.looks_clean
 
     def _count(self, samples: int) -> None:
         if self.table.voting:
@@ -399,16 +405,16 @@ class SOP(Readout, nn.Module):
             warnings.warn(f"{message}: they are skipped, and `sop.skipped` counts them", stacklevel=6)
 
     def forecast(self, epochs: float) -> Forecast:
-        """Predict after how many visits a steadily contradicted label is flagged. Warn if fewer epochs are planned."""
+        """Predict after how many visits the table can act on a label. Warn if fewer epochs are planned."""
         return self._forecast(epochs, stacklevel=3)
 
     def _forecast(self, epochs: float, stacklevel: int) -> Forecast:
         if not epochs > 0:
             raise ValueError(f"epochs must be a number > 0, got {epochs!r}")
-        forecast = Forecast(self.rates.visits_to_activate(), epochs, self.rates)
-        if not forecast.activates:
-            warnings.warn(str(forecast), InactiveTableWarning, stacklevel=stacklevel)
-        return forecast
+        found = forecast(self.rates, self._windows.gate.setting, epochs)
+        if not found.activates:
+            warnings.warn(str(found), InactiveTableWarning, stacklevel=stacklevel)
+        return found
 
 
 def _cross_entropy(logits: Tensor, labels: Tensor, counts: Tensor) -> Tensor:

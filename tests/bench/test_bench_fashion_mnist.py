@@ -213,4 +213,4 @@ def test_missing_data_is_an_error_that_names_the_package_to_install(tmp_path: Pa
 def test_an_unknown_method_is_refused_with_the_list_of_methods() -> None:
     done = run_bench("--methods", "ce,magic")
     assert done.returncode == 2
-    assert "'magic' is not one of ce, gce, sl, elr, sop-flow" in done.stderr
+    assert "'magic' is not one of ce, gce, sl, elr, sop, sop-flow" in done.stderr

@@ -109,7 +109,8 @@ def test_show_counts_the_tensors_of_a_checkpoint(sopdist: Sopdist, workspace: Pa
     assert about["noise"] | {"flagged": 0} == {
         "layout": "slots", "slots": 7, "samples": SAMPLES, "classes": 7, "visited": SAMPLES, "flagged": 0,
         "active": noise["active_rows"], "estimated_rate": pytest.approx(noise["rate"]), "evictions": 0,
-        "largest_evicted": 0.0, "acts": True,
+        "largest_evicted": 0.0, "onset": 0, "provisional": bool(noise["provisional"]),
+        "rate_interval": [pytest.approx(noise["rate_low"]), pytest.approx(noise["rate_high"])],
     }  # fmt: skip
 
 

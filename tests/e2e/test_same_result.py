@@ -161,7 +161,7 @@ def test_updates_of_the_last_step_of_an_epoch_are_used_in_the_first_step_of_the_
     (tmp_path / "small.yaml").write_text(
         "data: {root: shards, split: train, recipe: digits, labels: wrong}\n"
         "model: {name: small_conv}\n"
-        "method: {visits: 2}\n"
+        "method: {visits: 2, onset: always}\n"
         "optim: {lr: 0.01}\n"
         "train: {epochs: 8, batch: 29}\n"
         "engine: {threads: 1}\n"

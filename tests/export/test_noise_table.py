@@ -26,7 +26,7 @@ SAMPLES, CLASSES, UNSEEN = 23, 6, (4, 11)
 def learned(layout: Any, **options: Any) -> tuple[SOP, Tensor, Tensor]:
     """A table after twelve visits with a network that disagrees with every fourth label; the labels and the logits."""
     generator = torch.Generator().manual_seed(0)
-    sop = SOP(SAMPLES, CLASSES, layout=layout, seed=5, **options)
+    sop = SOP(SAMPLES, CLASSES, onset="always", layout=layout, seed=5, **options)
     labels = torch.randint(CLASSES, (SAMPLES,), generator=generator)
     logits = torch.randn(SAMPLES, CLASSES, generator=generator)
     logits[torch.arange(SAMPLES), labels] += 4

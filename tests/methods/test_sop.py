@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,52 @@ def test_the_decision_is_in_the_checkpoint() -> None:
         assert (state[0], state[1]) == (-1, saved.step // 7), "closed; windows so far"
 
 
-def test_nothing_is_forecast_for_a_table_that_waits() -> None:
-    assert SOPMethod(SOPSettings()).outlook(visits=3, lr=0.1) is not None
-    assert SOPMethod(SOPSettings(onset="auto")).outlook(visits=3, lr=0.1) is None
+@pytest.mark.parametrize(
+    ("settings", "earliest"),
+    [
+        (SOPSettings(), 4),
+        (SOPSettings(onset=7), 7),
+        (SOPSettings(onset="always", visits=2.0), 2),
+        (SOPSettings(variant="official", lr_v=100.0), 13),
+    ],
+)
+def test_the_outlook_says_whether_the_table_can_act_in_time(settings: SOPSettings, earliest: int) -> None:
+    for planned in (earliest, earliest - 1):
+        outlook = SOPMethod(settings).outlook(visits=planned, lr=0.1)
+        assert outlook is not None
+        assert (outlook.visits, outlook.works) == (earliest, planned == earliest)
+
+
+def test_nothing_is_forecast_for_a_table_that_shall_never_act() -> None:
+    assert SOPMethod(SOPSettings(onset="never")).outlook(visits=3, lr=0.1) is None
+
+
+@pytest.mark.usefixtures("workspace")
+def test_a_run_without_an_onset_says_what_it_was_and_what_to_do(caplog: pytest.LogCaptureFixture) -> None:
+    assert run_config("tiny.yaml", ["run.name=auto"]) == 0
+    (warning,) = json.loads(Path("runs/auto/summary.json").read_text())["warnings"]
+    assert "no sign that the network memorises labels. The run was plain cross-entropy" in warning
+    assert "train longer, with less augmentation or with a larger network" in warning
+    assert sum(warning in message for message in caplog.messages) == 1
+    last = noise_lines("auto")[-1]
+    assert last["provisional"] == 1
+    assert last["rate_low"] <= last["rate"] <= last["rate_high"]
+
+
+@pytest.mark.usefixtures("workspace")
+def test_a_late_onset_is_reported_and_one_that_is_asked_for_never_is_not() -> None:
+    assert run_config("tiny.yaml", ["run.name=late", "method.onset=4"]) == 0
+    (warning, *_) = json.loads(Path("runs/late/summary.json").read_text())["warnings"]
+    assert "acts since epoch 4 of 4" in warning
+    assert "review suspects.csv" in warning
+    assert run_config("tiny.yaml", ["run.name=never", "method.onset=never"]) == 0
+    assert json.loads(Path("runs/never/summary.json").read_text())["warnings"] == []
+
+
+@pytest.mark.usefixtures("workspace")
+def test_every_line_of_the_log_says_since_when_the_table_acts() -> None:
+    assert run_config("tiny.yaml", ["run.name=second", "method.onset=2"]) == 0
+    lines = [line for line in read_lines(Path("runs/second/metrics.jsonl")) if line["kind"] == "train"]
+    assert [line.get("onset") for line in lines] == [None] * 13 + [2] * 15, (
+        "7 steps per epoch; the 14th ends the second"
+    )

@@ -32,7 +32,7 @@ def random_case(seed: int, batch: int, classes: int, scale: float) -> tuple[Tens
 
 
 def make(variant: str, u: Tensor, v: Tensor, **more: object) -> SOP:
-    sop = SOP(len(u), v.shape[1], layout="dense", reduction="none", **SETTINGS[variant], **more)
+    sop = SOP(len(u), v.shape[1], onset="always", layout="dense", reduction="none", **SETTINGS[variant], **more)
     sop.table.u.copy_(u)
     sop.table.v.copy_(v)
     return sop
@@ -113,7 +113,7 @@ def test_a_clipped_label_changes_neither_u_nor_its_own_logit(variant: str) -> No
 def test_low_precision_logits_are_computed_in_float32(dtype: torch.dtype, layout: str) -> None:
     z, labels, _, _ = random_case(5, 16, 30, 4.0)
     z = z.to(dtype)
-    half, full = (SOP(16, 30, layout=layout, seed=1) for _ in range(2))
+    half, full = (SOP(16, 30, onset="always", layout=layout, seed=1) for _ in range(2))
     low, high = z.clone().requires_grad_(), z.float().requires_grad_()
     index = torch.arange(16)
     for _ in range(6):  # until the rows carry noise

@@ -122,7 +122,7 @@ def test_the_row_kernels_give_the_bits_of_the_reference(
 def test_the_module_runs_with_each_kernel(layout: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def train() -> tuple[list[float], Tensor]:
         generator = torch.Generator().manual_seed(0)
-        sop, losses = SOP(12, 6, layout=layout), []
+        sop, losses = SOP(12, 6, onset="always", layout=layout), []
         for _ in range(4):
             z = (torch.randn(8, 6, generator=generator) * 3).requires_grad_()
             loss = sop(z, torch.arange(8) % 6, torch.arange(8))

@@ -16,7 +16,7 @@ from tests.support.batches import LAYOUTS, VARIANTS
 @pytest.fixture(params=LAYOUTS)
 def learned(request: pytest.FixtureRequest) -> SOP:
     """Ten samples with label 0. The network predicts class 3 for 7, 8 and 9; sample 5 is never visited."""
-    sop = SOP(10, 4, layout=request.param, slots=2)
+    sop = SOP(10, 4, onset="always", layout=request.param, slots=2)
     z = torch.zeros(10, 4)
     z[:7, 0] = 4
     z[7:, 3] = 4
@@ -57,7 +57,7 @@ def test_bad_arguments_are_refused_with_the_reason(learned: SOP) -> None:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_hard_sample_that_the_network_gets_right_is_never_flagged(layout: Any, variant: Any) -> None:
     """In `paper` u grows by the cross-entropy alone, to 1."""
-    sop = SOP(3, 10, variant=variant, layout=layout)
+    sop = SOP(3, 10, variant=variant, onset="always", layout=layout)
     z = torch.zeros(3, 10)
     z[:, 4] = 1.5
     for _ in range(400):
@@ -71,7 +71,7 @@ def test_a_hard_sample_that_the_network_gets_right_is_never_flagged(layout: Any,
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_corrected_label_is_not_flagged(layout: Any) -> None:
-    sop, one = SOP(1, 8, layout=layout), torch.tensor([0])
+    sop, one = SOP(1, 8, onset="always", layout=layout), torch.tensor([0])
     z = torch.zeros(1, 8)
     z[0, 3] = 4
     for label in [0] * 8 + [3] * 8:  # the network always predicts 3; the label is corrected halfway

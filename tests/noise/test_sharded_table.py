@@ -69,6 +69,7 @@ def compare(group: dist.ProcessGroup, batches: list[NDArray[np.int64]], *, prefe
             lopsided: bool = False, micro_batches: int = 1, **settings: Any) -> None:  # fmt: skip
     """Train a sharded table and one table on the same logits; rows bit for bit, gradients to rounding."""
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    settings = {"onset": "always", **settings}
     with pytest.warns(UserWarning, match="has its own table"):
         one = SOP(SAMPLES, CLASSES, reduction="sum", **settings)
     sharded = SOP(SAMPLES, CLASSES, reduction="sum", process_group=group, **settings)

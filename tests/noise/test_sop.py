@@ -19,7 +19,7 @@ from tests.support.batches import LAYOUTS, VARIANTS, batch, same, snapshot
 @given(st.integers(0, 10**6), st.integers(1, 5), st.integers(1, 16))
 def test_duplicates_are_consecutive_visits_in_batch_order(layout: Any, seed: int, samples: int, count: int) -> None:
     generator = torch.Generator().manual_seed(seed)
-    batched, one_by_one = (SOP(samples, 6, layout=layout, slots=3) for _ in range(2))
+    batched, one_by_one = (SOP(samples, 6, onset="always", layout=layout, slots=3) for _ in range(2))
     for _ in range(5):
         z = torch.randn(count, 6, generator=generator) * 3
         index = torch.randint(samples, (count,), generator=generator)
@@ -42,7 +42,7 @@ def test_all_samples_of_a_batch_read_the_table_as_it_was_before(variant: Any) ->
 
 
 def test_in_eval_mode_and_without_gradients_nothing_is_learned() -> None:
-    sop = SOP(20, 5)
+    sop = SOP(20, 5, onset="always")
     before = snapshot(sop)
     with torch.no_grad():
         sop(*batch(8, 5, 20))
@@ -51,7 +51,7 @@ def test_in_eval_mode_and_without_gradients_nothing_is_learned() -> None:
 
 
 def test_repr_shows_how_many_samples_were_visited() -> None:
-    sop = SOP(20, 5)
+    sop = SOP(20, 5, onset="always")
     sop(*batch(8, 5, 20))
     assert "8 of 20 samples visited" in repr(sop)
     assert "Flow(visits=4.0)" in repr(sop)
@@ -60,7 +60,7 @@ def test_repr_shows_how_many_samples_were_visited() -> None:
 
 def test_a_compiled_training_step_learns_what_an_eager_one_does() -> None:
     z, labels, index = batch(8, 5, 20)
-    eager, compiled = SOP(20, 5), SOP(20, 5)
+    eager, compiled = (SOP(20, 5, onset="always") for _ in range(2))
     step = torch.compile(lambda z: compiled(z * 2, labels, index) * 3, backend="eager")
     for _ in range(5):
         assert float(step(z)) == float(eager(z * 2, labels, index) * 3)
@@ -73,7 +73,7 @@ def test_a_compiled_training_step_learns_what_an_eager_one_does() -> None:
 def test_a_sample_that_is_not_finite_is_ignored(variant: Any, layout: Any, poison: float) -> None:
     z, labels, index = batch(6, 5, 20)
     z[2, 3] = poison
-    poisoned, clean = (SOP(20, 5, variant=variant, layout=layout) for _ in range(2))
+    poisoned, clean = (SOP(20, 5, variant=variant, onset="always", layout=layout) for _ in range(2))
     rest = torch.tensor([0, 1, 3, 4, 5])
     a, b = z.clone().requires_grad_(), z[rest].clone().requires_grad_()
     for _ in range(3):
@@ -94,7 +94,7 @@ def test_a_sample_that_is_not_finite_is_ignored(variant: Any, layout: Any, poiso
 def test_a_sample_of_weight_0_leaves_its_row_unchanged_and_is_counted(layout: Any) -> None:
     z, labels, index = batch(6, 5, 20)
     z[5] = float("nan")
-    sop = SOP(20, 5, layout=layout)
+    sop = SOP(20, 5, onset="always", layout=layout)
     before = snapshot(sop)
     loss = sop(z, labels, index, weight=torch.tensor([0.0, 1, 1, 0, 1, 1]))
     assert torch.isfinite(loss)
@@ -162,8 +162,8 @@ def test_sop_plus_adds_the_two_terms_of_the_method() -> None:
     z2 = torch.randn(6, 5, generator=torch.Generator().manual_seed(9))
     weight = torch.tensor([1.0, 2, 0, 1, 0.5, 1])
     prior = torch.tensor([4.0, 3, 2, 1, 0])
-    plus = SOP(20, 5, consistency=0.9, balance=0.1, prior=prior)
-    plain = SOP(20, 5)
+    plus = SOP(20, 5, onset="always", consistency=0.9, balance=0.1, prior=prior)
+    plain = SOP(20, 5, onset="always")
     a, a2, b, b2 = (x.clone().requires_grad_() for x in (z, z2, z, z2))
     loss = plus(a, labels, index, logits2=a2, weight=weight)
     share = (weight / weight.sum()).double()
@@ -212,7 +212,9 @@ def test_the_papers_clothing1m_setting_warns_that_the_table_never_acts() -> None
     ):
         SOP(1000, 14, variant="paper", alpha_u=0.1, alpha_v=1, tau=0.002, epochs=10)
     with pytest.warns(InactiveTableWarning, match="Lower `visits`, or train longer"):
-        SOP(1000, 14).forecast(2)
+        SOP(1000, 14, onset="always").forecast(2)
+    with pytest.warns(InactiveTableWarning, match="waits for the onset, which takes at least 4 epochs, but 3 epochs"):
+        SOP(1000, 14, epochs=3)
     with pytest.raises(ValueError, match="epochs must be a number > 0"):
         SOP(1000, 14, epochs=0)
     with pytest.warns(InactiveTableWarning, match=r"never at the current tau = 0.02"):
@@ -222,15 +224,18 @@ def test_the_papers_clothing1m_setting_warns_that_the_table_never_acts() -> None
 def test_a_setting_that_acts_in_time_does_not_warn() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        forecast = SOP(1000, 14, epochs=10).forecast(10)
+        forecast = SOP(1000, 14, onset="always", epochs=10).forecast(10)
+        waits = SOP(1000, 14, epochs=10).forecast(10)
     assert forecast.activates
     assert forecast.visits == 4
     assert "after about 4 visits" in str(forecast)
+    assert waits.activates
+    assert "waits for the onset, which takes at least 4 epochs" in str(waits)
 
 
 def test_more_classes_than_the_authors_eps_allows_still_have_a_gradient() -> None:
     """At eps = 1e-4 a fresh network with 22,000 classes would be clipped everywhere."""
-    sop = SOP(4, 22_000, layout="slots")
+    sop = SOP(4, 22_000, onset="always", layout="slots")
     z = torch.zeros(4, 22_000, requires_grad=True)
     sop(z, torch.arange(4), torch.arange(4)).backward()
     assert z.grad is not None

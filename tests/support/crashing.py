@@ -39,7 +39,7 @@ STEPS, INTERVAL, EPOCH = 14, 2, 7
 CONFIG = f"""
 data: {{root: shards, split: train, recipe: digits, labels: wrong, backend: cpu, threads: 1}}
 model: {{name: small_conv}}
-method: {{visits: 1.5}}
+method: {{visits: 1.5, onset: always}}
 optim: {{lr: 0.05}}
 train: {{epochs: 2, batch: 9}}
 engine: {{threads: 1}}

@@ -39,7 +39,7 @@ SAVED = 17  # step with a checkpoint, in the middle of the third epoch
 CONFIG = f"""
 data: {{root: shards, split: train, recipe: cifar10, labels: wrong, threads: 1}}
 model: {{name: mlp}}
-method: {{visits: 1.5}}
+method: {{visits: 1.5, onset: always}}
 optim: {{lr: 0.05, warmup_epochs: 0.5}}
 train: {{epochs: 6, batch: {BATCH}, max_steps: {STEPS}}}
 engine: {{threads: 1}}

@@ -55,7 +55,7 @@ def train_plain_loop(digits: Path, *, seed: int = SEED, nudge: int | None = None
     data = DataSettings(str(digits), "digits", split="train", labels="sym-0.4-seed0", threads=1)
     losses, samples = [], []
     with Stream(data, BATCH, seed, strong=Policy() if plus.get("consistency") else None) as stream:
-        sop = SOP(len(stream.split), 10, visits=VISITS, seed=seed, **plus)
+        sop = SOP(len(stream.split), 10, visits=VISITS, onset="always", seed=seed, **plus)
         batches = (batch for epoch in range(EPOCHS) for batch in stream.epoch(epoch))
         for step, batch in zip(range(STEPS), batches, strict=False):
             real = batch.weight > 0
@@ -77,6 +77,7 @@ def overrides(digits: Path) -> list[str]:
     return [
         f"data.root={digits}", "model.name=small_conv", f"train.batch={BATCH}", f"train.epochs={EPOCHS}",
         f"train.max_steps={STEPS}", f"optim.lr={RATE}", f"optim.momentum={MOMENTUM}", f"optim.weight_decay={DECAY}",
-        "optim.schedule=cosine", f"run.seed={SEED}", f"method.visits={VISITS}", "engine.kind=auto",
+        "optim.schedule=cosine", f"run.seed={SEED}", f"method.visits={VISITS}",
+        "method.onset=always", "engine.kind=auto",
         "engine.threads=1", "evaluate.every=99", "checkpoint.every=99", "log.every=1", "log.wandb=off",
     ]  # fmt: skip

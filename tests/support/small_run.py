@@ -14,7 +14,7 @@ SAMPLES, STEPS = 61, 7  # steps per epoch at batch size 9
 CONFIG = """
 data: {root: shards, split: train, recipe: digits, labels: wrong, threads: 1}
 model: {name: mlp}
-method: {visits: 1.5, layout: slots}
+method: {visits: 1.5, onset: always, layout: slots}
 optim: {lr: 0.05, schedule: constant}
 train: {epochs: 3, batch: 9}
 engine: {threads: 1}

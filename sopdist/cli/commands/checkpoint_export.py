@@ -21,6 +21,7 @@ from typing import Any
 import yaml
 
 from ... import __version__
+from ...checkpoint import names
 from ...checkpoint.checkpoint import Checkpoint, open_checkpoint
 from ...checkpoint.folder import find_checkpoint, is_complete, name_of, verify_checkpoint
 from ...config import build
@@ -143,7 +144,8 @@ def _write(
             "label_names": None if split.label_names is None else list(split.label_names),
         }
         path = args.out / NOISE_FILE
-        write_noise(path, saved.table("noise"), split.labels, top=args.top, about=about)
+        onset = saved.section(names.METHOD).get("onset")
+        write_noise(path, saved.table("noise"), split.labels, top=args.top, about=about, onset=onset)
         written.append(path)
     return written
 

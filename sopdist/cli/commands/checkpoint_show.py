@@ -64,7 +64,9 @@ def describe(saved: Checkpoint) -> dict[str, Any]:
         "tensors": {kind: kinds[kind] for kind in (*_KINDS, *sorted(kinds.keys() - set(_KINDS))) if kind in kinds},
         "parameters": sum(weights),
     }
-    return about | ({"noise": describe_noise(SavedTable(saved.table("noise")))} if "noise" in saved.table_names else {})
+    if "noise" not in saved.table_names:
+        return about
+    return about | {"noise": describe_noise(SavedTable(saved.table("noise"), saved.section(names.METHOD).get("onset")))}
 
 
 def saved_at(saved: Checkpoint) -> str:
@@ -85,10 +87,12 @@ def describe_noise(noise: SavedTable) -> dict[str, Any]:
         "samples": noise.num_samples,
         "classes": noise.table.num_classes,
         "visited": visited,
-        "acts": not noise.provisional,
+        "onset": noise.onset,
+        "provisional": noise.provisional,
         "active": int(noise.active().sum()),
         "flagged": int(noise.flags().sum()),
         "estimated_rate": noise.noise_rate() if visited else None,
+        "rate_interval": noise.noise_rate_interval() if visited else None,
         "evictions": evictions,
         "largest_evicted": evicted,
     }
@@ -133,7 +137,11 @@ def _indented(table: str) -> list[str]:
 
 def _noise_line(noise: dict[str, Any]) -> str:
     layout = noise["layout"] + (f" ({noise['slots']} per sample)" if noise["slots"] else "")
-    rate = "" if noise["estimated_rate"] is None else f", {noise['estimated_rate']:.2%} of the labels look wrong"
+    rate = ""
+    if noise["estimated_rate"] is not None:
+        low, high = noise["rate_interval"]
+        rate = f", {noise['estimated_rate']:.2%} of the labels look wrong ({low:.1%} to {high:.1%})"
+        rate += ", provisional" if noise["provisional"] else ""
     evictions = (
         f", {noise['evictions']:,} evictions (v^2 up to {noise['largest_evicted']:.2g})" if noise["evictions"] else ""
     )

@@ -42,8 +42,9 @@ def average_precision(scores: Array, wrong: Array) -> float | None:
 def noise_metrics(readout: Readout, given: Array, clean: Array | None, classes: int) -> dict[str, Any]:
     """Estimated noise, in total and by given class. Given and clean labels are (N,), -1 where unknown.
 
-    The estimate is the share of flags among visited samples. With clean labels, everything else is counted over all
-    samples with a known given and clean label, visited or not: a wrong label that was never visited was not found.
+    The estimate is the method's own, if it has one; otherwise, and by class, it is the share of flags among visited
+    samples. With clean labels, everything else is counted over all samples with a known given and clean label, visited
+    or not: a wrong label that was never visited was not found.
     """
     labelled = given >= 0
     visited = readout.visited.astype(bool) & labelled
@@ -51,8 +52,12 @@ def noise_metrics(readout: Readout, given: Array, clean: Array | None, classes: 
     scores = readout.scores
     per_class: dict[str, Any] = {"samples": _count(given, labelled, classes).tolist()}
     per_class["rate"] = _shares(_count(given, flagged, classes), _count(given, visited, classes))
+    low, high = readout.interval or (None, None)
     report: dict[str, Any] = {
-        "rate": _share(flagged.sum(), visited.sum()),
+        "rate": _share(flagged.sum(), visited.sum()) if readout.rate is None else readout.rate,
+        "rate_low": low,
+        "rate_high": high,
+        "provisional": int(bool(readout.doubts)),
         "flagged": int(flagged.sum()),
         "visited": int(visited.sum()),
     }

@@ -27,6 +27,7 @@ from .clock import Clock
 from .noise_metrics import noise_metrics
 from .run_folder import SUSPECTS, open_run
 from .run_log import RunLog
+from .run_warnings import accuracy_warnings
 from .step_metrics import SUMS, StepMetrics, metrics_of
 from .suspects import write_suspects
 
@@ -47,6 +48,7 @@ class Reporter:
         self._unreadable_before = 0  # samples of this rank before the run was resumed
         self._carried = 0  # samples of this rank that were counted before the run was resumed
         self._started = time.time()
+        self._warnings: tuple[str, ...] = ()  # of the method, after the last readout
 
     # -- from start to end ---------------------------------------------------------------------------------------------
 
@@ -87,8 +89,12 @@ class Reporter:
         session, progress = self._session, self._progress
         if self.run_log is None:
             return not progress.network_lost
-        summary = {"steps": progress.step, "ranks": session.world.size, "engine": session.engine_name}
+        summary: dict[str, Any] = {"steps": progress.step, "ranks": session.world.size, "engine": session.engine_name}
         summary |= {"seconds": time.time() - self._started, "failed_saves": progress.failed_saves}
+        warnings = [*self._warnings, *accuracy_warnings(self.run_log.rows())]
+        for warning in warnings:
+            _logger.warning("%s: %s", session.folder, warning)
+        summary["warnings"] = warnings
         if progress.failed_saves:
             _logger.warning("%s: %s saves failed", session.folder, progress.failed_saves)
         if progress.network_lost:
@@ -153,6 +159,7 @@ class Reporter:
         per_rank = samples / seconds["total"] if seconds["total"] else None
         metrics |= {
             "lr": lr,
+            **session.method.status(),
             "samples_per_second": per_rank * world.size if per_rank else None,
             "samples_per_second_per_rank": per_rank,
             **{f"{part}_share": seconds[part] / seconds["total"] for part in _PARTS[:-1] if seconds["total"]},
@@ -195,6 +202,7 @@ class Reporter:
         given = labels.numpy()
         metrics = noise_metrics(readout, given, clean, len(session.classes)) | dict(readout.metrics)
         self.run_log.log("noise", self._progress.step, epoch, metrics)
+        self._warnings = session.method.warnings(readout)
         if last and session.config.log.suspects:
             path = session.folder / SUSPECTS
             try:

@@ -91,7 +91,7 @@ class RunLog:
         self._close_bar()
         final = {"name": self._name, "finished": finished, "exit": "finished" if finished else "stopped"}
         final |= plain(summary)
-        rows = self._rows()
+        rows = self.rows()
         if rows:
             final["last"] = rows[-1]
         # The exit status is written last: a reader who finds "finished" can rely on all other files.
@@ -102,7 +102,8 @@ class RunLog:
             print(_final_table(self.folder, rows), flush=True)
         return written
 
-    def _rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> list[dict[str, Any]]:
+        """One row per evaluation so far; see `summary_rows`."""
         try:
             return summary_rows(list(read_lines(self.folder / METRICS)))
         except OSError as error:
@@ -165,6 +166,7 @@ def _bar_text(metrics: Mapping[str, Any]) -> str:
     layouts = {
         "loss": "loss {:.4g}",
         "accuracy": "accuracy {:.1%}",
+        "onset": "onset {:.0f}",
         "samples_per_second": "{:,.0f} samples/s",
         "data_share": "data {:.0%}",
     }

@@ -84,7 +84,7 @@ def test_with_clean_labels_the_report_measures_detection() -> None:
 @pytest.mark.parametrize("clean", [None, np.full(8, -1)])
 def test_without_clean_labels_the_report_has_only_estimates(clean: Any) -> None:
     report = example(clean=clean)
-    assert report.keys() == {"rate", "flagged", "visited", "per_class"}
+    assert report.keys() == {"rate", "rate_low", "rate_high", "provisional", "flagged", "visited", "per_class"}
     assert report["rate"] == pytest.approx(2 / 6)
     assert report["per_class"].keys() == {"samples", "rate"}
 
@@ -101,3 +101,15 @@ def test_a_wrong_label_that_was_never_visited_counts_as_not_found() -> None:
 def test_the_report_is_always_valid_json(changes: Any) -> None:
     text = json.dumps(example(**changes), allow_nan=False)
     assert json.loads(text)["rate"] in (None, pytest.approx(2 / 6))
+
+
+def test_the_methods_own_estimate_is_reported_with_its_interval_and_doubts() -> None:
+    flags = np.array([True, False, False, False])
+    scores, labels = np.zeros(4, np.float32), np.zeros(4, np.int64)
+    visited = np.ones(4, bool)
+    readout = Readout(scores, flags, labels, visited, rate=0.1, interval=(0.05, 0.3), doubts=("too early",))
+    report = noise_metrics(readout, labels, None, 2)
+    assert (report["rate"], report["rate_low"], report["rate_high"], report["provisional"]) == (0.1, 0.05, 0.3, 1)
+    assert report["per_class"]["rate"] == [0.25, None]
+    plain = noise_metrics(Readout(scores, flags, labels, visited), labels, None, 2)
+    assert (plain["rate"], plain["rate_low"], plain["provisional"]) == (0.25, None, 0)

@@ -25,7 +25,7 @@ STEPS = 4  # per epoch
 CONFIG = """
 data: {root: shards, split: train, recipe: digits, labels: wrong, threads: 1}
 model: {name: mlp}
-method: {visits: 1.5}
+method: {visits: 1.5, onset: always}
 optim: {lr: 0.05, schedule: constant}
 train: {epochs: 2, batch: 9}
 engine: {threads: 1}
