@@ -33,6 +33,7 @@ from ..processes import results_of
 from .fashion_mnist import markdown, names_from
 from .fashion_mnist_data import DEFAULT_DATA
 from .regimes_data import INSTALL, features, has_feature_network
+from .regimes_figure import plot_results
 from .regimes_training import METHODS, REGIMES, TUNED, Result, Task, run_task
 from .results import Verdict, add_out, finish_bench, start_bench
 
@@ -43,7 +44,7 @@ QUICK = {
     "features": ("sym-40",), "digits": ("clean", "sym-40"),
 }  # fmt: skip
 QUICK_METHODS = ("ce", "elr", "sop-always", "sop-auto")
-_LARGEST_REGRET = 0.005
+_LARGEST_REGRET, _RATE_ERROR, _CLEAN_FLAGS, _PRECISION = 0.005, 0.05, 0.05, 0.7
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,6 +64,7 @@ examples:
     add("--samples", type=integer(100), metavar="N", help="instead of those of each regime")
     where = "folder of the four idx .gz files of Fashion-MNIST (default %(default)s)"
     add("--data", type=Path, default=DEFAULT_DATA, metavar="DIR", help=where)
+    add("--figure", type=Path, metavar="FILE", help="also plot the results, as PNG or SVG; needs 'sopdist[theory]'")
     add_out(parser, "regimes")
 
 
@@ -87,6 +89,8 @@ def run(args: argparse.Namespace) -> int:
             bar.update()
     results = choose_tuned([done[_key(task)] for task in tasks])
     print(report(results))
+    if args.figure is not None:
+        plot_results(results, args.figure)
     about = {"runs": [asdict(result) for result in results], **_settings(args)}
     finish_bench(args.out, environment, about, verdicts(results))
     return 0
@@ -101,7 +105,9 @@ def plan(args: argparse.Namespace) -> list[Task]:
         names = [name for name in names if name != "features"]
         print(f"the regime features is left out, because its ImageNet network is not installed: {INSTALL}")
     methods = args.methods or list(QUICK_METHODS if args.quick else SHOWN)
-    trained = [name for name in methods if name in METHODS] + (list(TUNED) if ELR_TUNED in methods else [])
+    trained = [name for name in methods if name in METHODS]
+    if ELR_TUNED in methods:
+        trained += [name for name in (*TUNED, "elr") if name not in trained]
     seeds = args.seeds or (1 if args.quick else 2)
     tasks = [
         Task(name, noise, method, seed, args.data, args.out.parent, args.epochs, args.samples)
@@ -110,7 +116,7 @@ def plan(args: argparse.Namespace) -> list[Task]:
         for method in trained
         for seed in range(seeds)
     ]
-    size = {"conv": 8.0, "pairs": 2.5}
+    size = {"conv": 8.0, "conv-plain": 8.0, "pairs": 2.5}
     return sorted(tasks, key=lambda task: -size.get(task.regime, 1.0) * REGIMES[task.regime].samples)
 
 
@@ -140,10 +146,13 @@ def read_log(path: Path, args: argparse.Namespace) -> dict[tuple[str, str, str, 
 def choose_tuned(results: Sequence[Result]) -> list[Result]:
     """Replace ELR's runs with different settings by those that are best on noisy validation, in each regime."""
     kept = [result for result in results if result.method not in TUNED]
-    tuned = [result for result in results if result.method in TUNED]
-    for cell in dict.fromkeys(result.cell for result in tuned):
+    candidates = (*TUNED, "elr")
+    tuned = [result for result in results if result.method in candidates]
+    for cell in dict.fromkeys(result.cell for result in tuned if result.method in TUNED):
         by_method = {
-            name: [result for result in tuned if result.cell == cell and result.method == name] for name in TUNED
+            name: runs
+            for name in candidates
+            if (runs := [result for result in tuned if result.cell == cell and result.method == name])
         }
         best = max(by_method, key=lambda name: mean(result.validation for result in by_method[name]))
         kept += [Result(**{**asdict(result), "method": ELR_TUNED}) for result in by_method[best]]
@@ -192,7 +201,8 @@ def report(results: Sequence[Result]) -> str:
         parts += ["Difference to cross-entropy in points:", markdown(["", "noise", *others], rows)]
     sops = [name for name in methods if name.startswith("sop")]
     if sops:
-        header = ["", "noise", "method", "onset after epoch", "wrong", "noise_rate()", "flag precision", "AUROC"]
+        header = ["", "noise", "method", "onset after epoch", "wrong", "noise_rate()", "interval", "flagged",
+                  "flag precision", "provisional", "AUROC"]  # fmt: skip
         rows = [row for cell in cells for name in sops if (row := _label_row(_select(results, cell, name)))]
         parts += ["What SOP says about the labels, means over the seeds:", markdown(header, rows)]
     return "\n\n".join(parts)
@@ -202,18 +212,21 @@ def _label_row(runs: Sequence[Result]) -> list[str]:
     if not runs:
         return []
 
-    def average(name: str, digits: int) -> str:
+    def average(name: str, digits: int = 2) -> str:
         values = [getattr(run, name) for run in runs if getattr(run, name) is not None]
         return f"{mean(values):.{digits}f}" if values else ""
 
     onsets = ", ".join("never" if run.onset is None else str(run.onset) for run in runs)
+    interval = f"{average('low')} to {average('high')}"
+    provisional = "yes" if all(run.provisional for run in runs) else "some" if any(r.provisional for r in runs) else ""
     first = runs[0]
-    columns = (average(name, 3 if name == "auroc" else 2) for name in ("wrong", "rate", "flag_precision", "auroc"))
-    return [*first.cell, first.method, onsets, *columns]
+    estimate = [average("wrong"), average("rate"), interval]
+    return [*first.cell, first.method, onsets, *estimate, average("flagged"), average("flag_precision"), provisional,
+            average("auroc", 3)]  # fmt: skip
 
 
 def verdicts(results: Sequence[Result]) -> list[Verdict]:
-    """Whether SOP is never materially worse than cross-entropy, and better than ELR on average."""
+    """Whether SOP is never materially worse than cross-entropy, better than ELR on average, and knows its limits."""
     methods = {result.method for result in results}
     found = []
     cells = list(dict.fromkeys(result.cell for result in results))
@@ -230,4 +243,22 @@ def verdicts(results: Sequence[Result]) -> list[Verdict]:
         gap = mean(value for cell in cells for value in differences(results, cell, "sop-auto", "elr"))
         target = "sop-auto: at least 1 point above published ELR on average"
         found.append(Verdict(target, f"{100 * gap:+.1f}", gap >= 0.01))
+    return found + _verdicts_about_labels([result for result in results if result.method == "sop-auto"])
+
+
+def _verdicts_about_labels(runs: Sequence[Result]) -> list[Verdict]:
+    found = []
+    clean, noisy = ([run for run in runs if (run.wrong == 0) == kind] for kind in (True, False))
+    for what, some in (("", runs), (" on clean labels", clean)):
+        if some:
+            error = mean(abs((run.rate or 0.0) - run.wrong) for run in some)
+            found.append(Verdict(f"noise_rate(): mean error{what} at most 0.05", f"{error:.3f}", error <= _RATE_ERROR))
+    if clean:
+        most = max(run.flagged or 0.0 for run in clean)
+        target = "at most 5% of clean labels are flagged, in every run"
+        found.append(Verdict(target, f"at most {most:.1%}", most <= _CLEAN_FLAGS))
+    firm = [run.flag_precision for run in noisy if not run.provisional and run.flag_precision is not None]
+    if firm:
+        target = "flags are correct in 70% of the cases, in every run whose flags are not provisional"
+        found.append(Verdict(target, f"at least {min(firm):.1%} in {len(firm)} runs", min(firm) >= _PRECISION))
     return found

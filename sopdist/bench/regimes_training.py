@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -58,6 +58,18 @@ REGIMES = {
         "convolutions, shifts and flips, 8 epochs", "fashion", 8_000, 8, 0.003, ("clean", "asym-40"),
         network="conv", optimizer="adamw", augment=True,
     ),
+    "conv-plain": Regime(
+        "convolutions without augmentation, 20 epochs", "fashion", 4_000, 20, 0.003, ("clean", "sym-40", "inst-40"),
+        network="conv", optimizer="adamw",
+    ),
+    "steps-slow": Regime(
+        "MLP, shifts and flips, learning rate in steps", "fashion", 8_000, 24, 0.05, ("clean", "sym-40", "inst-40"),
+        schedule="steps", augment=True,
+    ),
+    "small-slow": Regime(
+        "MLP, 2,000 images, shifts and flips, 60 epochs", "fashion", 2_000, 60, 0.02, ("clean", "sym-40", "inst-40"),
+        augment=True,
+    ),
     "pairs": Regime("MLP, 100 classes", "pairs", 20_000, 30, 0.02, ("clean", "sym-40", "asym-40")),
     "features": Regime(
         "MLP on ImageNet features", "features", 5_000, 30, 0.02, ("clean", "sym-40", "asym-40", "inst-40")
@@ -73,8 +85,8 @@ METHODS: dict[str, MakeLoss] = {
     "sop-always": lambda samples, classes, seed: SOP(samples, classes, seed=seed, onset="always"),
     "sop-auto": lambda samples, classes, seed: SOP(samples, classes, seed=seed, onset="auto"),
 }
-# What `elr-tuned` chooses from on noisy validation labels: (strength, beta).
-ELR_GRID = ((1.0, 0.7), (3.0, 0.7), (7.0, 0.7), (3.0, 0.9), (7.0, 0.9))
+# What `elr-tuned` chooses from on noisy validation labels, besides the published setting: (strength, beta).
+ELR_GRID = ((1.0, 0.7), (7.0, 0.7), (3.0, 0.9))
 TUNED = {f"elr-{strength:g}-{beta:g}": (strength, beta) for strength, beta in ELR_GRID}
 
 
@@ -107,6 +119,12 @@ class Result:
     onset: int | None = None  # of SOP; None: never, or not SOP
     provisional: bool | None = None
     rate: float | None = None  # noise_rate()
+    low: float | None = None  # noise_rate_interval()
+    high: float | None = None
+    flagged: float | None = None  # share of the labels
+    signal: Sequence[
+        float | None
+    ] = ()  # mean p_y of labels that were contradicted before, window by window until the onset
     flag_precision: float | None = None
     auroc: float | None = None
 
@@ -124,7 +142,8 @@ def run_task(task: Task) -> Result:
     data = make_data(regime.data, samples, task.noise, task.seed, task.folder, task.cache_folder)
     loss = _make_loss(task.method, len(data.noisy), data.classes, task.seed)
     begun = time.perf_counter()
-    network = train(regime, data, loss, task.epochs or regime.epochs, task.seed)
+    observed = _Observed(loss) if isinstance(loss, SOP) else loss
+    network = train(regime, data, observed, task.epochs or regime.epochs, task.seed)
     return Result(
         task.regime,
         task.noise,
@@ -134,8 +153,24 @@ def run_task(task: Task) -> Result:
         validation=accuracy(network, data.validation, data.validation_noisy),
         wrong=float((data.noisy != data.clean).float().mean()),
         seconds=round(time.perf_counter() - begun, 2),
-        **(_detection(loss, data) if isinstance(loss, SOP) else {}),
+        **(_detection(observed.sop, data) | {"signal": observed.signal} if isinstance(observed, _Observed) else {}),
     )
+
+
+class _Observed:
+    """SOP, with a record of the sign that it decides by: one value per epoch until the onset."""
+
+    def __init__(self, sop: SOP) -> None:
+        self.sop, self._epochs = sop, 0
+        self.signal: list[float | None] = []
+
+    def __call__(self, logits: Tensor, labels: Tensor, index: Tensor) -> Tensor:
+        """Train."""
+        self.sop.flush()
+        if self.sop.epochs > self._epochs:
+            self._epochs = self.sop.epochs
+            self.signal.append(self.sop.contradicted_fit)
+        return self.sop(logits, labels, index)  # type: ignore[no-any-return]
 
 
 def _make_loss(method: str, samples: int, classes: int, seed: int) -> Loss:
@@ -151,6 +186,8 @@ def _detection(sop: SOP, data: Data) -> dict[str, Any]:
     sop.flush()
     wrong, flags = data.noisy != data.clean, sop.flags(data.noisy)
     found: dict[str, Any] = {"onset": sop.onset, "provisional": sop.provisional, "rate": sop.noise_rate(data.noisy)}
+    found["low"], found["high"] = sop.noise_rate_interval(data.noisy)
+    found["flagged"] = float(flags.float().mean())
     if wrong.any():
         found["auroc"] = auroc(sop.noise_scores(), wrong)
     if flags.any():

@@ -213,8 +213,10 @@ class SOPMethod(Method):
         return Readout(scores, flags, proposed, visited, metrics, rate, interval, doubts)
 
     def status(self) -> dict[str, float]:
-        """After how many epochs the table began to act, once it does."""
-        return {} if self.sop.onset is None else {"onset": self.sop.onset}
+        """After how many epochs the table began to act or, before that, the sign by which it decides."""
+        if self.sop.onset is not None:
+            return {"onset": self.sop.onset}
+        return {} if self.sop.contradicted_fit is None else {"contradicted_fit": self.sop.contradicted_fit}
 
     def warnings(self, readout: Readout) -> tuple[str, ...]:
         """With what to do about it."""

@@ -56,6 +56,11 @@ class Onset:
         self.rise = 0.0  # of B in the last window, relative to what would open the gate
         self._recent: list[tuple[float, float]] = []  # B and its variance, of up to LOOK_BACK windows
 
+    @property
+    def fit(self) -> float | None:
+        """B of the last window; None if there was none yet."""
+        return self._recent[-1][0] if self._recent else None
+
     def close_window(self, sums: Sums) -> bool:
         """Take note of a window. True if the gate opens with it."""
         self.windows += 1

@@ -40,6 +40,14 @@ class Readout:
         """After how many epochs the table started to act: 0 = from the first visit, None = not yet."""
         return None if self.table.voting else self._windows.gate.opened or 0
 
+    @property
+    def contradicted_fit(self) -> float | None:
+        """The sign of the onset: mean p_y of labels that earlier visits contradicted, in the last epoch before it.
+
+        It falls or stays level while the network learns, and rises once it memorises labels. None: not known yet.
+        """
+        return self._windows.gate.fit
+
     def noise_scores(self, kind: Literal["combined", "loss", "margin"] = "combined") -> Tensor:
         """Noise score of each label, (N,) float32: higher = more likely wrong; -inf for samples never visited.
 

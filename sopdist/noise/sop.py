@@ -174,6 +174,11 @@ class SOP(Readout, nn.Module):
         return self.table.skipped
 
     @property
+    def epochs(self) -> int:
+        """Full epochs so far, until the table began to act: one visit per sample each."""
+        return self._windows.gate.windows
+
+    @property
     def target(self) -> float:
         """Weight of the pull towards what the table says; 0 if labels looked clean, because it reinforces mistakes."""
         evidence = self._windows.evidence
