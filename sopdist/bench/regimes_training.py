@@ -170,7 +170,8 @@ class _Observed:
         if self.sop.epochs > self._epochs:
             self._epochs = self.sop.epochs
             self.signal.append(self.sop.contradicted_fit)
-        return self.sop(logits, labels, index)  # type: ignore[no-any-return]
+        loss: Tensor = self.sop(logits, labels, index)
+        return loss
 
 
 def _make_loss(method: str, samples: int, classes: int, seed: int) -> Loss:

@@ -148,6 +148,10 @@ class Method(ABC):
         """The setting that needs the full batch of a rank at once, which rules out `train.accumulate` > 1; or ""."""
         return ""
 
+    def full_weights_setting(self) -> str:
+        """The setting that needs the weights in one piece between steps, which rules out ZeRO-3; or ""."""
+        return ""
+
     def build_network(self, make: Callable[[], nn.Module]) -> nn.Module:
         """The module that is trained and saved; `make` creates one backbone. Pairs and averages are its children."""
         return make()

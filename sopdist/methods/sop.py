@@ -7,14 +7,16 @@ the global batch (`balance`).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..data.augment.policy import Policy
 from ..data.batch import Batch
@@ -25,7 +27,9 @@ from ..noise.kernels.facts import FACT_WIRE_BYTES
 from ..noise.rates import Paper, Rates, default_onset, forecast, make_rates
 from ..noise.rows import DEFAULT_SLOTS, Layout, choose_layout, row_bytes, row_wire_bytes
 from ..sample_table import ExchangeStats, SampleTable
+from .averaged import Averaged, average_weights
 from .method import Cost, Forward, Method, MethodSettings, Outlook, Readout, Setup, StepOutput, TableCost
+from .mixup import Pairs, draw_pairs, gather, mix, mixed_losses
 
 _WAITED = (
     "The run was plain cross-entropy, and flags are provisional. If you expect wrong labels, train longer, with less "
@@ -42,6 +46,9 @@ class SOPSettings(MethodSettings):
     name: Literal["sop"] = "sop"  # Sparse Over-Parameterization
     consistency: float = 0.0  # SOP+: weight of the agreement of two views; > 0 doubles the cost of the network
     balance: float = 0.0  # SOP+: weight of the balance between the classes
+    mixup: float = 0.0  # SOP+: weight of the loss on mixed pairs of samples, with corrected labels, from the onset on
+    mixup_alpha: float = 4.0  # mixup: both parameters of the beta distribution of the shares; larger mixes more evenly
+    ema: float = 0.0  # SOP+: decay of a moving average of the weights, which then predicts, e.g. 0.999; 0: none
     variant: Literal["flow", "paper", "official"] = "flow"  # how a visit moves u and v
     onset: Literal["auto", "never", "always"] | int | None = (
         None  # when the table acts; null: auto for flow, else always
@@ -59,9 +66,13 @@ class SOPSettings(MethodSettings):
     ahead: bool = True  # prefetch the rows of the next step during the current one; set to false only for measurements
 
     def __post_init__(self) -> None:
-        for key in ("consistency", "balance"):
-            if not getattr(self, key) >= 0:
-                raise ConfigError(f"method.{key} = {getattr(self, key)}: must be at least 0")
+        for key in ("consistency", "balance", "mixup"):
+            if not 0 <= getattr(self, key) < math.inf:
+                raise ConfigError(f"method.{key} = {getattr(self, key)}: must be finite and at least 0")
+        if not 0 <= self.ema < 1:
+            raise ConfigError(f"method.ema = {self.ema}: must be at least 0 and less than 1")
+        if not 0 < self.mixup_alpha < math.inf:
+            raise ConfigError(f"method.mixup_alpha = {self.mixup_alpha}: must be finite and more than 0")
 
     def rates(self, lr: float) -> Rates:
         """The rates of u and v; the variant `paper` multiplies its own by `lr`."""
@@ -85,17 +96,31 @@ class SOPMethod(Method):
 
     settings: SOPSettings
     sop: SOP
+    _averaged: Averaged | None = None  # the network, if there is an average of its weights
 
     def full_batch_setting(self) -> str:
-        """The balance term compares the mean prediction of the full batch."""
-        return "balance" if self.settings.balance else ""
+        """The balance term compares the mean prediction of the full batch, and partners are drawn from it."""
+        return "balance" if self.settings.balance else "mixup" if self.settings.mixup else ""
+
+    def full_weights_setting(self) -> str:
+        """The average of the weights needs them in one piece."""
+        return "ema" if self.settings.ema else ""
+
+    def build_network(self, make: Callable[[], nn.Module]) -> nn.Module:
+        """One backbone, or with `ema` a second one that averages it."""
+        self._averaged = Averaged(make(), self.settings.ema) if self.settings.ema else None
+        return make() if self._averaged is None else self._averaged
+
+    def backbone_weights(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """The average, if there is one."""
+        return average_weights(weights) if self.settings.ema else weights
 
     def second_view(self) -> Policy | None:
         """The consistency term compares with a strongly augmented view."""
         return Policy() if self.settings.consistency > 0 else None
 
     def cost(self, samples: int, classes: int) -> Cost:
-        """One table; two forward passes if there are two views."""
+        """One table; one more forward pass for a second view, and one for mixed images."""
         layout, slots = self._layout(samples, classes), min(self.settings.slots, classes)
         table = TableCost(
             "noise",
@@ -105,7 +130,7 @@ class SOPMethod(Method):
             returned_bytes=FACT_WIRE_BYTES,
             dense_bytes=2 * row_wire_bytes("dense", classes),
         )
-        return Cost(1 if self.second_view() is None else 2, (table,))
+        return Cost(1 + (self.second_view() is not None) + (self.settings.mixup > 0), (table,))
 
     def _layout(self, samples: int, classes: int) -> Layout:
         layout = self.settings.layout
@@ -127,7 +152,10 @@ class SOPMethod(Method):
     def start(self, setup: Setup) -> None:
         """Create the noise table, sharded across the ranks of the group."""
         settings = self.settings
-        self._ranks = setup.ranks
+        self._ranks, self._group, self._seed, self._device = setup.ranks, setup.group, setup.seed, setup.device
+        self._rank = 0 if setup.group is None else dist.get_rank(setup.group)
+        self._steps = torch.zeros(1, dtype=torch.int64)  # with mixup: its random numbers depend on it
+        self._sizes: deque[list[int]] = deque()  # samples of each rank, of the batches that were announced
         try:
             self.sop = SOP(
                 setup.samples,
@@ -150,9 +178,11 @@ class SOPMethod(Method):
             )
         except ValueError as error:
             raise ConfigError(f"method: {error}") from None
+        self.sop.keep_corrected = settings.mixup > 0
 
     def prefetch(self, batch: NDArray[np.integer[Any]]) -> None:
         """Start sending the rows of the noise table that this batch needs."""
+        self._sizes.append([len(part) for part in parts_of_ranks(batch, self._ranks)])
         if self._ranks > 1 and self.settings.ahead:
             self.sop.prefetch(parts_of_ranks(batch, self._ranks))
 
@@ -162,24 +192,43 @@ class SOPMethod(Method):
             self.sop.tau = lr
 
     def step(self, forward: Forward, batch: Batch) -> StepOutput:
-        """Both views go through the network together. Facts for the noise table are sent during the backward pass."""
-        logits2 = None
-        if batch.images2 is None:
-            logits = forward(batch.images)
-        else:
-            logits, logits2 = forward(torch.cat([batch.images, batch.images2])).tensor_split(2)
+        """All views go through the network together. Facts for the noise table are sent during the backward pass."""
+        views, pairs = [batch.images], None
+        if batch.images2 is not None:
+            views.append(batch.images2)
+        if self.settings.mixup and self.sop.onset is not None:
+            sizes = self._sizes[0]
+            pairs = draw_pairs(self._seed, int(self._steps), sizes, self._rank, self.settings.mixup_alpha, self._device)
+            views.append(mix(batch.images, pairs, gather(batch.images.contiguous(), sizes, self._group)))
+        logits, *others = forward(torch.cat(views) if len(views) > 1 else batch.images).tensor_split(len(views))
+        logits2 = None if batch.images2 is None else others[0]
         loss: Tensor = self.sop(logits, batch.labels, batch.index, logits2=logits2, weight=batch.weight)
-        finite = torch.isfinite(logits).all(dim=1)
-        if logits2 is not None:
-            finite &= torch.isfinite(logits2).all(dim=1)
+        finite = torch.stack([torch.isfinite(view).all(dim=1) for view in (logits, *others)]).all(dim=0)
+        if pairs is not None:
+            weight = batch.weight.where(finite, 0)
+            loss = loss + self.settings.mixup * self._mixed_loss(others[-1], weight, pairs, self._sizes[0])
         return StepOutput(loss, logits, finite)
 
+    def _mixed_loss(self, logits: Tensor, weight: Tensor, pairs: Pairs, sizes: list[int]) -> Tensor:
+        """Sum over the samples whose partner is readable and finite as well; collective."""
+        assert self.sop.corrected is not None
+        targets = self.sop.corrected
+        weights = gather(weight, sizes, self._group)[pairs.partner] * weight
+        safe = logits.where((weights > 0)[:, None], 0)
+        return (mixed_losses(safe, targets, pairs, gather(targets, sizes, self._group)) * weights).sum()
+
     def flush(self) -> None:
-        """Update the rows of the noise table that this rank owns."""
+        """Update the rows of the noise table that this rank owns, and the average of the weights."""
         self.sop.flush()
+        self._steps += 1
+        if self._sizes:
+            self._sizes.popleft()
+        if self._averaged is not None:
+            self._averaged.update()
 
     def discard_prefetched(self) -> None:
         """Wait for rows in flight, and drop them."""
+        self._sizes.clear()
         if self.sop.exchange is not None:
             self.sop.exchange.discard_prefetched()
 
@@ -188,13 +237,15 @@ class SOPMethod(Method):
         return {"noise": self.sop.table}
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What the decision about the onset depends on."""
-        return {"onset": self.sop.onset_state()}
+        """What the decision about the onset depends on; with mixup, the position in its random numbers."""
+        return {"onset": self.sop.onset_state()} | ({"steps": self._steps} if self.settings.mixup else {})
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Checkpoints of earlier versions have none: their table always acted."""
         if "onset" in state:
             self.sop.load_onset_state(state["onset"])
+        if "steps" in state:
+            self._steps.copy_(state["steps"])
 
     def fingerprint(self) -> dict[str, Any]:
         """The update rule. The layout may change: tables are converted."""

@@ -14,10 +14,9 @@ from torch import Tensor
 from ..sample_table import Exchange
 from .checks import check_labels
 from .evidence import Evidence, weigh
-from .rows import NoiseTable
+from .rows import ACTIVE, NoiseTable
 from .windows import Windows
 
-_ACTIVE = 0.01  # a square of u or v below this has no effect
 _LATE = 0.9  # an onset after this share of the run leaves too few visits to trust the flags
 _FEW_WRONG = 0.25  # noise rate below which flags have to be less ambiguous
 _AMBIGUOUS, _AMBIGUOUS_IF_FEW = 1.0, 0.5  # ambiguous labels per contradicted label
@@ -103,7 +102,7 @@ class Readout:
         if self.table.voting:
             return self._gather(torch.zeros_like(self.table.visits, dtype=torch.bool))
         size = torch.maximum(self.table.strongest()[0], self.table.u.square())
-        return self._gather(size > _ACTIVE)
+        return self._gather(size > ACTIVE)
 
     def suspects(self, count: int) -> Tensor:
         """Indices of the `count` samples whose labels are most likely wrong, worst first.
@@ -186,7 +185,7 @@ class Readout:
             flagged, class_ = self.table.votes()
         else:
             square, class_ = self.table.strongest(labels)
-            flagged = square > (1 - self.table.u.square()).clamp_min(_ACTIVE)
+            flagged = square > (1 - self.table.u.square()).clamp_min(ACTIVE)
         visited = self.table.visits > 0
         rival = self._gather((self.table.mean_fit - self.table.mean_margin).where(visited, 0))
         fit = self._gather(self.table.mean_fit.where(visited, 0)).double()

@@ -34,6 +34,7 @@ DEFAULT_SLOTS = 8
 # `auto` chooses dense, which is always exact, up to this size, or if slots would not be smaller.
 AUTO_DENSE_BYTES = 256 * 2**20
 
+ACTIVE = 0.01  # a square of u or v below this has no effect
 _SMALLEST_VOTE = 1e-6  # more than any initial value
 START = 0.9909705  # u and v of a label that the votes contradict: u^2 = v^2 = 0.982, a logit of 4
 
@@ -46,6 +47,17 @@ class RowBlock(NamedTuple):
     u: Tensor
     v: Tensor
     classes: Tensor | None = None
+
+
+def corrected_labels(block: RowBlock, rows: Tensor, labels: Tensor) -> Tensor:
+    """The label (B,) of each of these rows or, where it is absorbed, the class of its largest v^2: v_k^2 > 1 - u^2."""
+    size = block.v[rows].abs()  # (B, K or M)
+    classes = torch.arange(size.shape[1], device=size.device).expand_as(size)
+    if block.classes is not None:
+        classes = block.classes[rows].to(torch.int64)
+    best, where = size.masked_fill(classes == labels[:, None], 0).max(dim=1)
+    absorbed = best.square() > (1 - block.u[rows].square()).clamp_min(ACTIVE)
+    return torch.where(absorbed, classes.gather(1, where[:, None])[:, 0], labels)
 
 
 def class_dtype(num_classes: int) -> torch.dtype:

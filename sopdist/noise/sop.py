@@ -39,7 +39,7 @@ from .onset import Setting
 from .plus import as_share_of_all, balance_term, consistency_term, weighted_prediction
 from .rates import VOTES, Forecast, InactiveTableWarning, Paper, Step, default_onset, forecast, make_rates
 from .readout import Readout
-from .rows import DEFAULT_SLOTS, NoiseTable, RowBlock
+from .rows import DEFAULT_SLOTS, NoiseTable, RowBlock, corrected_labels
 from .windows import Windows
 
 # With a smaller eps, an initial v^2 could change p - v^2, and slots would no longer equal dense bit for bit.
@@ -159,6 +159,8 @@ class SOP(Readout, nn.Module):
         self.register_load_state_dict_post_hook(lambda *_: self.load_onset_state(self._windows.state))
         self.reduction, self.validate = reduction, validate
         self._warned = self._prefetches = False
+        self.keep_corrected = False  # whether `corrected` is filled
+        self.corrected: Tensor | None = None  # (B,) labels of the last batch, as the table corrected them before it
         self.register_buffer("prior", check_prior(prior, balance, num_classes, device), persistent=False)
         if epochs is not None:
             self._forecast(epochs, stacklevel=3)
@@ -293,6 +295,8 @@ class SOP(Readout, nn.Module):
             losses = logits.to(torch.promote_types(logits.dtype, torch.float32)).sum(1)
             return losses, Facts(index, *(torch.zeros_like(index, dtype=torch.float32) for _ in range(4)))
         reclip = step.rule == "official"
+        if self.keep_corrected:
+            self.corrected = corrected_labels(block, rows, labels)
         if self.table.voting:
             with torch.no_grad():
                 found = kernels.fused_loss(logits, labels, rows, block, keep, eps=self.eps, reclip=False, target=0.0)

@@ -69,7 +69,14 @@ class Config:
             known = ", ".join(self.evaluate.splits) or "none"
             raise ConfigError(f"evaluate.best = {best!r}: not one of evaluate.splits, which are {known}")
         find_recipe(self.data.recipe)
-        setting = make_method(self.method).full_batch_setting()
+        method = make_method(self.method)
+        setting = method.full_weights_setting()
+        if setting and self.engine.zero == 3:
+            raise ConfigError(
+                f"method.{setting}: needs full weights on every rank and cannot be combined with engine.zero = 3; "
+                "use engine.zero = 2 or less"
+            )
+        setting = method.full_batch_setting()
         if setting and self.train.accumulate > 1:
             raise ConfigError(
                 f"method.{setting}: needs the full batch in one pass and cannot be combined with train.accumulate > 1; "

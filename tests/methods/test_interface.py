@@ -160,6 +160,7 @@ EVERY_METHOD |= {
     "SOP+": "{name: sop, consistency: 0.9, balance: 0.1, visits: 1.5, layout: slots}",
     "SOP from the second epoch": "{name: sop, onset: 1, visits: 1.5}",
     "SOP with automatic onset": "{name: sop, onset: auto, layout: slots}",
+    "SOP+ with mixup and averaged weights": "{name: sop, onset: 1, consistency: 0.5, mixup: 0.7, ema: 0.9}",
     "pair": "{name: pair, agreement: 0.25}",
 }
 
