@@ -64,7 +64,7 @@ examples:
     add("--samples", type=integer(100), metavar="N", help="instead of those of each regime")
     where = "folder of the four idx .gz files of Fashion-MNIST (default %(default)s)"
     add("--data", type=Path, default=DEFAULT_DATA, metavar="DIR", help=where)
-    add("--figure", type=Path, metavar="FILE", help="also plot the results, as PNG or SVG; needs 'sopdist[theory]'")
+    add("--figures", type=Path, metavar="DIR", help="also write regimes.png and onset.png; needs 'sopdist[theory]'")
     add_out(parser, "regimes")
 
 
@@ -89,8 +89,8 @@ def run(args: argparse.Namespace) -> int:
             bar.update()
     results = choose_tuned([done[_key(task)] for task in tasks])
     print(report(results))
-    if args.figure is not None:
-        plot_results(results, args.figure)
+    if args.figures is not None:
+        plot_results(results, args.figures)
     about = {"runs": [asdict(result) for result in results], **_settings(args)}
     finish_bench(args.out, environment, about, verdicts(results))
     return 0
