@@ -82,7 +82,8 @@ class _Saves:
         self.engine = make_engine(
             world, EngineSettings(), network, optimizer, accumulate=1, clip=0.0, batch=sizes.batch
         )
-        self.sop = SOP(sizes.samples, sizes.classes, device=world.device, process_group=world.new_group())
+        group = world.new_group()
+        self.sop = SOP(sizes.samples, sizes.classes, onset="always", device=world.device, process_group=group)
         self.images = torch.randn(sizes.batch, 3, _PIXELS, _PIXELS, device=world.device)
         self.group, self.staging = world.new_group(for_cpu=True), Staging()
         self.bytes_written = 0  # by this rank, per checkpoint

@@ -87,8 +87,8 @@ def _compare_methods(world: World, sizes: Sizes, classes: int) -> dict[str, list
 
     candidates = {
         CE: steps(CESettings()),
-        AHEAD: steps(SOPSettings(layout=layout)),
-        ON_REQUEST: steps(SOPSettings(layout=layout, ahead=False)),
+        AHEAD: steps(SOPSettings(onset="always", layout=layout)),
+        ON_REQUEST: steps(SOPSettings(onset="always", layout=layout, ahead=False)),
     }
     title = f"steps, {classes:,} classes"
     return take_turns(world, candidates, seconds=sizes.seconds, min_rounds=sizes.min_rounds, title=title)

@@ -126,7 +126,7 @@ class Candidate(NamedTuple):
 def _ours(layout: Layout, variant: Literal["flow", "official"]) -> Candidate:
     def build(sizes: Sizes) -> Step:
         batch_size = sizes.batch if variant == "official" else None
-        sop = SOP(sizes.samples, sizes.classes, layout=layout, variant=variant, batch_size=batch_size)
+        sop = SOP(sizes.samples, sizes.classes, layout=layout, variant=variant, batch_size=batch_size, onset="always")
         for buffer in sop.table.buffers():
             buffer.add_(0)  # touch every page: the page fault of the first use is not part of a step
         return sop

@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..checkpoint import complete_checkpoints, open_checkpoint
+from ..checkpoint import complete_checkpoints, names, open_checkpoint
 from ..cli.tables import format_table
 from ..data.labels import CLEAN
-from ..data.split import Split, open_split
-from ..noise import SOP
+from ..data.split import open_split
+from ..export.noise_table import SavedTable
 from ..train.config import read_config
 from ..train.record.metrics_file import read_lines
 from ..train.record.run_folder import CONFIG, METRICS, SUMMARY_JSON
@@ -97,7 +97,8 @@ def draw_suspects(run: Path, count: int) -> str:
     config = read_config(run / CONFIG)
     with open_split(config.data.location) as split:
         given, clean = (split.labels(name).labels.astype(np.int64) for name in (config.data.labels, CLEAN))
-        sop = _load_noise_table(run, split, config.run.seed)
+        saved = open_checkpoint(complete_checkpoints(run)[-1])
+        sop = SavedTable(saved.table("noise"), saved.section(names.METHOD).get("onset"))
         suspects = sop.suspects(count).tolist()
         proposed = sop.proposed_labels(torch.from_numpy(given)).numpy()
         images = [draw_image(_read_pixels(split.image(index))) for index in suspects]
@@ -106,13 +107,6 @@ def draw_suspects(run: Path, count: int) -> str:
         lines.append("   ".join(f"{f'{name} {labels[index]}':{_WIDTH}}" for index in suspects))
     lines.append("   ".join(f"{f'sample {index}':{_WIDTH}}" for index in suspects))
     return f"\nThe {len(suspects)} most suspicious labels:\n\n" + "\n".join(line.rstrip() for line in lines)
-
-
-def _load_noise_table(run: Path, split: Split, seed: int) -> SOP:
-    """The full noise table, merged from all ranks, of the run's newest checkpoint."""
-    sop = SOP(num_samples=len(split), num_classes=len(split.manifest.classes), seed=seed)
-    sop.table.load_state_dict(open_checkpoint(complete_checkpoints(run)[-1]).table("noise"))
-    return sop
 
 
 def _read_pixels(image: bytes) -> NDArray[np.uint8]:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..errors import DataError
 from ..files import atomic_file
+from ..noise.evidence import weigh
 from ..noise.readout import Readout
 from ..noise.rows import NoiseTable
 from ..noise.saved_table import FREE, LAYOUTS
@@ -118,8 +119,7 @@ def columns_of(saved: SavedTable, labels: NDArray[Any] | None) -> dict[str, Any]
         proposed = saved.proposed_labels(known).numpy()
         columns["label"] = np.ma.masked_array(labels.astype(np.int32), labels < 0)
         columns["proposed"] = np.ma.masked_array(proposed.astype(np.int32), labels < 0)
-    if table.voting:
-        table.act()
+    _start(table)
     return columns | {"u": table.u.numpy()}
 
 
@@ -130,11 +130,16 @@ def top_entries(state: Mapping[str, Tensor], top: int) -> tuple[NDArray[np.int32
     """
     table = _load_table(state, slots=top)
     assert table.classes is not None
-    if table.voting:
-        table.act()
+    _start(table)
     squares, order = table.v.square().sort(dim=1, descending=True, stable=True)  # a free slot holds 0
     classes = table.classes.gather(1, order)
     return classes.to(torch.int32).numpy(), squares.numpy()
+
+
+def _start(table: NoiseTable) -> None:
+    """End the vote of a table that does not act yet, as the onset would."""
+    if table.voting:
+        table.act(weigh(table.evidence()).least_confidence)
 
 
 def _load_table(state: Mapping[str, Tensor], slots: int | None = None) -> NoiseTable:

@@ -40,6 +40,11 @@ class Evidence(NamedTuple):
         """Whether what the network is sure of hardly ever contradicts a label."""
         return self.contradicted_sure < CLEAN
 
+    @property
+    def least_confidence(self) -> float:
+        """Of the rows that start with a noise term: if labels look clean, only those that the network is sure of."""
+        return self.confidence if self.looks_clean else 0.0
+
 
 def count(fit: Tensor, margin: Tensor, visited: Tensor) -> Tensor:
     """Numbers of rows by confidence, not contradicted and contradicted, and of ambiguous rows: (2 BINS + 1,) int64.

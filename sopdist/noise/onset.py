@@ -67,7 +67,7 @@ class Onset:
         if self.opened is not None:
             return False
         memorising = self._is_memorising(sums)
-        if memorising if self.setting == "auto" else self.windows == self.setting:
+        if memorising if self.setting == "auto" else isinstance(self.setting, int) and self.windows >= self.setting:
             self.opened = self.windows
         return self.opened is not None
 
@@ -98,10 +98,10 @@ class Onset:
 
 
 def earliest(setting: Setting) -> float:
-    """After how many epochs the table acts at the earliest."""
+    """The first epoch, counted from 1, in which the table can act."""
     if isinstance(setting, int):
-        return setting
-    return {"always": 0, "auto": EARLIER_VISITS + 2, "never": math.inf}[setting]  # auto compares two windows
+        return setting + 1
+    return {"always": 1, "auto": EARLIER_VISITS + 3, "never": math.inf}[setting]  # auto compares two windows
 
 
 def check_setting(setting: Setting) -> Setting:

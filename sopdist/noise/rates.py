@@ -137,7 +137,7 @@ def default_onset(variant: str) -> Setting:
 
 def forecast(rates: Rates, onset: Setting, epochs: float) -> Forecast:
     """When the table acts, for a run of this many epochs."""
-    waits = onset not in ("always", "never")
+    waits = onset != "always"
     return Forecast(earliest(onset) if waits else rates.visits_to_activate(), epochs, rates, waits=waits)
 
 
@@ -174,11 +174,11 @@ class Forecast:
     visits: float
     epochs: float
     rates: Rates
-    waits: bool = False  # for the onset: `visits` are then those before the table acts at the earliest
+    waits: bool = False  # for the onset: `visits` is then the first epoch in which the table can act
 
     @property
     def activates(self) -> bool:
-        """Whether the label is flagged within the planned epochs, at one visit per epoch."""
+        """Whether the table acts within the planned epochs, at one visit per epoch."""
         return self.visits <= self.epochs
 
     def __str__(self) -> str:
@@ -199,10 +199,12 @@ class Forecast:
         )
 
     def _of_the_onset(self, plan: str) -> str:
+        if math.isinf(self.visits):
+            return "the noise table never acts (onset='never'): training is plain cross-entropy"
         if self.activates:
-            return f"the noise table waits for the onset, which takes at least {self.visits:g} epochs; {plan}"
+            return f"the noise table waits for the onset, and acts in epoch {self.visits:g} at the earliest; {plan}"
         return (
-            f"the noise table cannot act: it waits for the onset, which takes at least {self.visits:g} epochs, "
+            f"the noise table cannot act: it waits for the onset, and acts in epoch {self.visits:g} at the earliest, "
             f"but {plan}. Training will be plain cross-entropy. Train longer."
         )
 

@@ -78,6 +78,8 @@ class Readout:
         """Why the flags are provisional, for users; empty if they are not."""
         self._flush()
         if self.table.voting:
+            if self._windows.gate.setting != "auto":
+                return [f"the noise table does not act: onset={self._windows.gate.setting!r}"]
             return ["the noise table does not act yet: the run shows no sign that the network memorises labels"]
         visited = self.visited()
         epochs = float(self._gather(self.table.visits).sum()) / max(int(visited.sum()), 1)

@@ -312,7 +312,7 @@ class SOP(Readout, nn.Module):
             self.table.act()
         elif self._windows.complete and self._windows.end(self._sum):
             found = self._windows.evidence = weigh(self._sum(self.table.evidence()))
-            self.table.act(found.confidence if found.looks_clean else 0.0)
+            self.table.act(found.least_confidence)
 
     def _count(self, samples: int) -> None:
         if self.table.voting:

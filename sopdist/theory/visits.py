@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
 
 def simulate(rule: Rule, phases: tuple[int, ...], trials: int, seed: int) -> Array:
     """(sum(phases) + 1, trials): v^2 of the class PREDICTED, before the first visit and after each visit."""
-    sop = SOP(num_samples=trials, num_classes=CLASSES, seed=seed, **rule.options)
+    sop = SOP(num_samples=trials, num_classes=CLASSES, seed=seed, onset="always", **rule.options)
     index, labels = torch.arange(trials), torch.full((trials,), LABEL)
     squares = [_squares(sop, index)]
     for number, length in enumerate(phases):

@@ -188,7 +188,7 @@ def test_learning_rates_that_cannot_activate_the_table_are_reported(
     config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     outlook = planned(capsys, config, 2)["outlook"]
-    assert (outlook["visits"], outlook["planned"], outlook["works"]) == (4, 10, True)
+    assert (outlook["visits"], outlook["planned"], outlook["works"]) == (5, 10, True)
     assert "cannot act" not in outlook["text"]
     slow = ["method.variant=paper", "method.alpha_v=1", "optim.lr=0.002"]
     outlook = planned(capsys, config, 2, *slow)["outlook"]

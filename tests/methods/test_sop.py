@@ -75,8 +75,8 @@ def test_the_decision_is_in_the_checkpoint() -> None:
 @pytest.mark.parametrize(
     ("settings", "earliest"),
     [
-        (SOPSettings(), 4),
-        (SOPSettings(onset=7), 7),
+        (SOPSettings(), 5),
+        (SOPSettings(onset=7), 8),
         (SOPSettings(onset="always", visits=2.0), 2),
         (SOPSettings(variant="official", lr_v=100.0), 13),
     ],

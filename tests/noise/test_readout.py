@@ -121,7 +121,7 @@ def test_while_the_table_waits_flags_are_provisional_and_nothing_is_proposed(lay
     z = predictions(truth, torch.full((200,), 0.9), (truth + 1) % 4)
     waiting = trained(z, labels, 6, "never", layout)
     assert waiting.provisional
-    assert "does not act yet" in waiting.doubts()[0]
+    assert "does not act: onset='never'" in waiting.doubts()[0]
     assert torch.equal(waiting.flags(labels), labels != truth)
     assert torch.equal(waiting.proposed_labels(labels), labels)
     assert waiting.noise_rate(labels) == pytest.approx(0.3)

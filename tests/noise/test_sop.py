@@ -213,8 +213,8 @@ def test_the_papers_clothing1m_setting_warns_that_the_table_never_acts() -> None
         SOP(1000, 14, variant="paper", alpha_u=0.1, alpha_v=1, tau=0.002, epochs=10)
     with pytest.warns(InactiveTableWarning, match="Lower `visits`, or train longer"):
         SOP(1000, 14, onset="always").forecast(2)
-    with pytest.warns(InactiveTableWarning, match="waits for the onset, which takes at least 4 epochs, but 3 epochs"):
-        SOP(1000, 14, epochs=3)
+    with pytest.warns(InactiveTableWarning, match="acts in epoch 5 at the earliest, but 4 epochs"):
+        SOP(1000, 14, epochs=4)
     with pytest.raises(ValueError, match="epochs must be a number > 0"):
         SOP(1000, 14, epochs=0)
     with pytest.warns(InactiveTableWarning, match=r"never at the current tau = 0.02"):
@@ -230,7 +230,7 @@ def test_a_setting_that_acts_in_time_does_not_warn() -> None:
     assert forecast.visits == 4
     assert "after about 4 visits" in str(forecast)
     assert waits.activates
-    assert "waits for the onset, which takes at least 4 epochs" in str(waits)
+    assert "acts in epoch 5 at the earliest" in str(waits)
 
 
 def test_more_classes_than_the_authors_eps_allows_still_have_a_gradient() -> None:

@@ -56,7 +56,7 @@ def _method_rows(plan: dict[str, Any]) -> list[Row]:
     if outlook is not None:
         visits = "never" if outlook["visits"] is None else f"{outlook['visits']:,.4g}"
         planned = f"{outlook['planned']:,.4g} planned per sample"
-        rows.append(("method", "visits until a label is flagged", visits, planned))
+        rows.append(("method", "visits until the table can act", visits, planned))
         rows.append(
             ("method", "can act", "yes" if outlook["works"] else "NO", "" if outlook["works"] else outlook["text"])
         )

@@ -13,10 +13,12 @@ def accuracy_warnings(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     if not rows or rows[-1].get("noise/onset") is None:
         return []
     last, onset = rows[-1], rows[-1]["noise/onset"]
-    before = [row for row in rows if row["epoch"] < onset]  # `onset` epochs had ended
+    if onset == 0:
+        return []
+    first = next(row for row in rows if row.get("noise/onset") is not None)  # evaluated when the table began to act
     found = []
-    for key in last if before else ():
-        then, now = before[-1].get(key), last.get(key)
+    for key in last:
+        then, now = first.get(key), last.get(key)
         if key.endswith("/top1") and then is not None and now is not None and now < then - _FALL:
             found.append(
                 f"{key} fell from {then:.1%} to {now:.1%} after the onset (epoch {onset:g}). Compare with a run with "
