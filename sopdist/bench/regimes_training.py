@@ -167,8 +167,8 @@ class _Observed:
     def __call__(self, logits: Tensor, labels: Tensor, index: Tensor) -> Tensor:
         """Train."""
         self.sop.flush()
-        if self.sop.epochs > self._epochs:
-            self._epochs = self.sop.epochs
+        if self.sop.epochs_observed > self._epochs:
+            self._epochs = self.sop.epochs_observed
             self.signal.append(self.sop.contradicted_fit)
         loss: Tensor = self.sop(logits, labels, index)
         return loss

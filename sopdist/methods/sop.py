@@ -255,13 +255,13 @@ class SOPMethod(Method):
         """Scores, flags and proposals of the noise table."""
         known = labels.clamp_min(0)  # a sample without a label is never visited
         sop = self.sop
-        columns = sop.noise_scores(), sop.flags(known), sop.proposed_labels(known), sop.visited()
+        found = sop.judge(known)
+        columns = sop.noise_scores(), found.flags, found.proposed(known), sop.visited()
         scores, flags, proposed, visited = (column.cpu().numpy() for column in columns)
         active = int(sop.active().sum())
         evictions, evicted = sop.evictions()
         metrics = {"active_rows": active, "evictions": evictions, "largest_evicted": evicted, **self.status()}
-        rate, interval, doubts = sop.noise_rate(known), sop.noise_rate_interval(known), tuple(sop.doubts())
-        return Readout(scores, flags, proposed, visited, metrics, rate, interval, doubts)
+        return Readout(scores, flags, proposed, visited, metrics, found.rate, found.interval, tuple(found.doubts))
 
     def status(self) -> dict[str, float]:
         """After how many epochs the table began to act or, before that, the sign by which it decides."""

@@ -6,7 +6,7 @@ Reads the columns of the table, and what was decided at the onset. Does not know
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +20,22 @@ from .windows import Windows
 _LATE = 0.9  # an onset after this share of the run leaves too few visits to trust the flags
 _FEW_WRONG = 0.25  # noise rate below which flags have to be less ambiguous
 _AMBIGUOUS, _AMBIGUOUS_IF_FEW = 1.0, 0.5  # ambiguous labels per contradicted label
+
+
+class Judgement(NamedTuple):
+    """What a table says about the labels as a whole."""
+
+    flags: Tensor  # (N,) bool
+    classes: Tensor  # (N,) int64: in favour of which each is flagged
+    rate: float
+    interval: tuple[float, float]
+    doubts: list[str]
+
+    def proposed(self, labels: Tensor) -> Tensor:
+        """The labels (N,), with flagged ones replaced unless there are doubts."""
+        if self.doubts:
+            return labels.clone()
+        return torch.where(self.flags, self.classes, labels.to(self.classes.device, torch.int64)).to(labels.dtype)
 
 
 class Readout:
@@ -76,27 +92,7 @@ class Readout:
 
     def doubts(self) -> list[str]:
         """Why the flags are provisional, for users; empty if they are not."""
-        self._flush()
-        if self.table.voting:
-            if self._windows.gate.setting != "auto":
-                return [f"the noise table does not act: onset={self._windows.gate.setting!r}"]
-            return ["the noise table does not act yet: the run shows no sign that the network memorises labels"]
-        visited = self.visited()
-        epochs = float(self._gather(self.table.visits).sum()) / max(int(visited.sum()), 1)
-        opened, evidence = self._windows.gate.opened or 0, self._windows.evidence
-        found = []
-        if opened > _LATE * epochs:
-            found.append(f"the noise table acts since epoch {opened} of {epochs:.3g}: its rows have had too few visits")
-        if evidence is not None:
-            few = self._flag_rate(None) < _FEW_WRONG
-            limit = _AMBIGUOUS_IF_FEW if few else _AMBIGUOUS
-            if evidence.ambiguous > limit * evidence.contradicted:
-                found.append(
-                    f"when the noise table began to act, the network contradicted {evidence.contradicted:.1%} of the "
-                    f"labels, and it was undecided about {evidence.ambiguous:.1%}: many of the flags may be mistakes "
-                    f"of the network"
-                )
-        return found
+        return self.judge().doubts
 
     def active(self) -> Tensor:
         """(N,) bool: the table affects the loss of this sample: u^2 or some v_k^2 exceeds 0.01."""
@@ -134,11 +130,7 @@ class Readout:
         Review the proposals: where few labels are wrong, accepting all of them makes the labels worse. While flags are
         `provisional`, there are none.
         """
-        if self.provisional:
-            check_labels(labels, self.table)
-            return labels.clone()
-        flagged, instead = self._flagged(labels)
-        return torch.where(flagged, instead, labels.to(instead.device, torch.int64)).to(labels.dtype)
+        return self.judge(labels).proposed(labels)
 
     def noise_rate(self, labels: Tensor | None = None) -> float:
         """Estimated fraction of wrong labels; NaN before the first visit. `noise_rate_interval` is its uncertainty.
@@ -146,9 +138,7 @@ class Readout:
         It is the share of flags. Before the onset, it is how often the surest half of the predictions contradicts a
         label: what an untrained network contradicts is mostly correct, but what it is sure of is not.
         """
-        if not int(self.visited().sum()):
-            return math.nan
-        return self._evidence().contradicted_sure if self.table.voting else self._flag_rate(labels)
+        return self.judge(labels).rate
 
     def noise_rate_interval(self, labels: Tensor | None = None) -> tuple[float, float]:
         """Lower and upper estimate of the fraction of wrong labels; NaN before the first visit.
@@ -156,17 +146,42 @@ class Readout:
         The lower one counts only what the network is surest of, the upper one everything that it contradicts. Labels
         that are wrong in a way that the network learns as a pattern are in neither.
         """
-        rate, visited = self.noise_rate(labels), int(self.visited().sum())
+        return self.judge(labels).interval
+
+    def judge(self, labels: Tensor | None = None) -> Judgement:
+        """Everything that the table says about the labels as a whole, computed together."""
+        flags, classes = self._flagged(labels)
+        visits = self._gather(self.table.visits)
+        visited = int((visits > 0).sum())
         if not visited:
-            return math.nan, math.nan
+            return Judgement(flags, classes, math.nan, (math.nan, math.nan), self._doubts(0.0, 0.0))
+        flagged = float((flags & (visits > 0)).sum()) / visited
         evidence = self._windows.evidence or self._evidence()
+        rate = evidence.contradicted_sure if self.table.voting else flagged
         low, high = min(rate, evidence.contradicted_surest), max(rate, evidence.contradicted)
         low_error, high_error = (2 * math.sqrt(share * (1 - share) / visited) for share in (low, high))
-        return max(0.0, low - low_error), min(1.0, high + high_error)
+        interval = max(0.0, low - low_error), min(1.0, high + high_error)
+        return Judgement(flags, classes, rate, interval, self._doubts(flagged, float(visits.sum()) / visited))
 
-    def _flag_rate(self, labels: Tensor | None) -> float:
-        visited = self.visited()
-        return float((self.flags(labels) & visited).sum() / visited.sum().clamp_min(1))
+    def _doubts(self, flagged: float, epochs: float) -> list[str]:
+        """For this share of flags, after this many epochs."""
+        gate, evidence = self._windows.gate, self._windows.evidence
+        if self.table.voting:
+            if gate.setting != "auto":
+                return [f"the noise table does not act: onset={gate.setting!r}"]
+            return ["the noise table does not act yet: the run shows no sign that the network memorises labels"]
+        found = []
+        if (gate.opened or 0) > _LATE * epochs:
+            since = f"epoch {gate.opened} of {epochs:.3g}"
+            found.append(f"the noise table acts since {since}: its rows have had too few visits")
+        limit = _AMBIGUOUS_IF_FEW if flagged < _FEW_WRONG else _AMBIGUOUS
+        if evidence is not None and evidence.ambiguous > limit * evidence.contradicted:
+            found.append(
+                f"when the noise table began to act, the network contradicted {evidence.contradicted:.1%} of the "
+                f"labels, and it was undecided about {evidence.ambiguous:.1%}: many of the flags may be mistakes of "
+                f"the network"
+            )
+        return found
 
     def _evidence(self) -> Evidence:
         """What the rows say now."""
@@ -189,10 +204,10 @@ class Readout:
             square, class_ = self.table.strongest(labels)
             flagged = square > (1 - self.table.u.square()).clamp_min(ACTIVE)
         visited = self.table.visits > 0
-        rival = self._gather((self.table.mean_fit - self.table.mean_margin).where(visited, 0))
         fit = self._gather(self.table.mean_fit.where(visited, 0)).double()
         typical = fit.sum() / self.visited().sum().clamp_min(1)
-        return self._gather(flagged) & (rival >= typical), self._gather(class_)
+        clear = (self.table.mean_fit - self.table.mean_margin).double() >= typical
+        return self._gather(flagged & clear & visited), self._gather(class_)
 
     def evictions(self) -> tuple[int, float]:
         """For slots: number of evicted entries, and the largest evicted v^2; (0, 0.0) = equal to dense, bit for bit.

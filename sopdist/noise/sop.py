@@ -176,7 +176,7 @@ class SOP(Readout, nn.Module):
         return self.table.skipped
 
     @property
-    def epochs(self) -> int:
+    def epochs_observed(self) -> int:
         """Full epochs so far, until the table began to act: one visit per sample each."""
         return self._windows.gate.windows
 

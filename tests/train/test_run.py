@@ -56,7 +56,10 @@ def test_a_run_that_is_too_short_for_its_method_warns_with_the_visits_of_the_pla
     assert run_config(config, keys) == OK
     assert "3 epochs of one visit each are planned" in caplog.text
     caplog.clear()
-    assert run_config(config, [*keys, "train.epochs=10", "run.name=longer"]) == OK, "the table can act in the fifth visit"
+    longer = run_config(config, [*keys, "train.epochs=10", "run.name=longer"])
+    assert longer == OK, "the table can act in the fifth visit"
+        "the table can act in the fifth visit"
+    )
     assert "are planned" not in caplog.text
 
 
