@@ -58,8 +58,6 @@ def test_a_run_that_is_too_short_for_its_method_warns_with_the_visits_of_the_pla
     caplog.clear()
     longer = run_config(config, [*keys, "train.epochs=10", "run.name=longer"])
     assert longer == OK, "the table can act in the fifth visit"
-        "the table can act in the fifth visit"
-    )
     assert "are planned" not in caplog.text
 
 
