@@ -43,7 +43,7 @@ def plot_results(results: Sequence[Result], folder: Path) -> None:
     axis.axvline(0, color="0.4", linewidth=1)
     axis.set_yticks(range(len(cells)), [" ".join(cell) for cell in cells], fontsize=7)
     axis.set(title="test accuracy, compared with cross-entropy", xlabel="points", ylim=(-0.7, len(cells) - 0.3))
-    axis.legend(loc="lower right")
+    axis.legend(loc="center right")
     save_figure(figure, folder / "regimes", (".png",))
 
     figure, axes = new_figure(1, 2, (7.2, 3.0))
@@ -58,5 +58,5 @@ def plot_results(results: Sequence[Result], folder: Path) -> None:
             if run.onset is not None:
                 panel.plot(epochs[-1], values[-1], "o", color=colour)
         panel.set(title=title, xlabel="epoch", ylabel="mean p of contradicted labels", xlim=(2, None), ylim=(0, None))
-        panel.legend(loc="upper right")
+        panel.legend(loc="best")
     save_figure(figure, folder / "onset", (".png",))

@@ -41,6 +41,21 @@ class Evidence(NamedTuple):
         return self.contradicted_sure < CLEAN
 
     @property
+    def noise_rate(self) -> float:
+        """Estimated fraction of wrong labels, from how often sure and less sure predictions are contradicted.
+
+        Labels that are wrong whatever the image shows contradict the surest predictions just as often. Mistakes of the
+        network are the less frequent, the surer it is. The coefficients were fitted on 40 runs of `sopdist bench
+        regimes` and similar ones. If most contradicted rows are ambiguous, classes are confused, and only the sure half
+        says something.
+        """
+        if self.ambiguous > self.contradicted:
+            return self.contradicted_sure
+        sure, surest = self.contradicted_sure, self.contradicted_surest
+        rate = 0.85 * surest + 1.75 * (sure - surest) - 0.2 * (self.contradicted - sure)
+        return min(max(rate, 0.0), self.contradicted)
+
+    @property
     def least_confidence(self) -> float:
         """Of the rows that start with a noise term: if labels look clean, only those that the network is sure of."""
         return self.confidence if self.looks_clean else 0.0

@@ -135,8 +135,8 @@ class Readout:
     def noise_rate(self, labels: Tensor | None = None) -> float:
         """Estimated fraction of wrong labels; NaN before the first visit. `noise_rate_interval` is its uncertainty.
 
-        It is the share of flags. Before the onset, it is how often the surest half of the predictions contradicts a
-        label: what an untrained network contradicts is mostly correct, but what it is sure of is not.
+        It is the share of flags. Before the onset, it is estimated from how often sure predictions contradict a label,
+        compared with all: what a weak network contradicts is mostly correct, but what it is sure of is not.
         """
         return self.judge(labels).rate
 
@@ -157,7 +157,7 @@ class Readout:
             return Judgement(flags, classes, math.nan, (math.nan, math.nan), self._doubts(0.0, 0.0))
         flagged = float((flags & (visits > 0)).sum()) / visited
         evidence = self._windows.evidence or self._evidence()
-        rate = evidence.contradicted_sure if self.table.voting else flagged
+        rate = evidence.noise_rate if self.table.voting else flagged
         low, high = min(rate, evidence.contradicted_surest), max(rate, evidence.contradicted)
         low_error, high_error = (2 * math.sqrt(share * (1 - share) / visited) for share in (low, high))
         interval = max(0.0, low - low_error), min(1.0, high + high_error)

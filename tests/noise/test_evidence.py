@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sopdist import SOP
-from sopdist.noise.evidence import BINS, CLEAN, DECIDED, SURE, SUREST, TOLERANCE, count, weigh
+from sopdist.noise.evidence import BINS, CLEAN, DECIDED, SURE, SUREST, TOLERANCE, Evidence, count, weigh
 
 
 @given(st.integers(1, 400), st.integers(0, 2**31), st.floats(0.1, 3))
@@ -104,3 +104,18 @@ def test_if_labels_look_clean_nothing_pulls_towards_what_the_table_says(layout: 
         losses.append(float((loss - plain).detach()))
     assert losses[0] == pytest.approx(0, abs=1e-6)
     assert losses[1] < -0.01, "the target term is negative"
+
+
+def test_the_noise_rate_tells_wrong_labels_from_mistakes() -> None:
+    at_random = Evidence(0.6, contradicted=0.5, contradicted_sure=0.4, contradicted_surest=0.35, ambiguous=0.2)
+    assert at_random.noise_rate == pytest.approx(0.36, abs=0.02)
+    mistakes = Evidence(0.6, contradicted=0.2, contradicted_sure=0.03, contradicted_surest=0.0, ambiguous=0.18)
+    assert mistakes.noise_rate < 0.03
+    confused = Evidence(0.6, contradicted=0.42, contradicted_sure=0.26, contradicted_surest=0.01, ambiguous=0.55)
+    assert confused.noise_rate == 0.26
+
+
+@given(st.tuples(*[st.floats(0, 1)] * 5))
+def test_the_noise_rate_is_a_share(shares: tuple[float, ...]) -> None:
+    evidence = Evidence(*shares)
+    assert 0 <= evidence.noise_rate <= max(evidence.contradicted, evidence.contradicted_sure)
