@@ -291,12 +291,12 @@ class SOP(Readout, nn.Module):
         if self.exchange is not None:
             columns, rows = self.exchange.next_rows(index)
             block = RowBlock(*columns)
+        if self.keep_corrected:
+            self.corrected = labels if self.table.voting or not len(index) else corrected_labels(block, rows, labels)
         if not len(index):
             losses = logits.to(torch.promote_types(logits.dtype, torch.float32)).sum(1)
             return losses, Facts(index, *(torch.zeros_like(index, dtype=torch.float32) for _ in range(4)))
         reclip = step.rule == "official"
-        if self.keep_corrected:
-            self.corrected = corrected_labels(block, rows, labels)
         if self.table.voting:
             with torch.no_grad():
                 found = kernels.fused_loss(logits, labels, rows, block, keep, eps=self.eps, reclip=False, target=0.0)
