@@ -1,7 +1,7 @@
 """The trainer on two ranks reaches the accuracy of the single-process benchmark, and SOP is far above cross-entropy.
 
 Fashion-MNIST, 15,000 images, 30 epochs. `sopdist bench fashion-mnist` has, as means over seeds after the last epoch:
-SOP 85.6 and 83.8 at 40 and 60% noise, cross-entropy 70.7 and 55.6. Seeds differ by about 0.35.
+SOP 85.1 and 83.7 at 40 and 60% noise, cross-entropy 70.7 and 55.6. Seeds differ by about 0.35.
 """
 
 from __future__ import annotations
