@@ -58,5 +58,6 @@ def plot_results(results: Sequence[Result], folder: Path) -> None:
             if run.onset is not None:
                 panel.plot(epochs[-1], values[-1], "o", color=colour)
         panel.set(title=title, xlabel="epoch", ylabel="mean p of contradicted labels", xlim=(2, None), ylim=(0, None))
-        panel.legend(loc="best")
+        if panel.lines:
+            panel.legend(loc="best")
     save_figure(figure, folder / "onset", (".png",))

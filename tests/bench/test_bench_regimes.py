@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ import torch
 from sopdist.bench.fashion_mnist_data import DEFAULT_DATA
 from sopdist.bench.regimes import ELR_TUNED, choose_tuned, report, verdicts
 from sopdist.bench.regimes_data import make_noise
+from sopdist.bench.regimes_figure import plot_results
 from sopdist.bench.regimes_training import REGIMES, TUNED, Result, schedule, shift_and_flip
 from sopdist.cli import main
 from sopdist.errors import DataError
@@ -74,13 +77,40 @@ def test_verdicts_compare_with_cross_entropy_regime_by_regime() -> None:
     good = [
         result(name, test, seed) for seed in (0, 1) for name, test in (("ce", 0.7), ("elr", 0.7), ("sop-auto", 0.8))
     ]
-    assert [verdict.met for verdict in verdicts(good)] == [True, True]
+    assert [verdict.met for verdict in verdicts(good)[:2]] == [True, True]
     bad = [*good, result("ce", 0.9, noise="clean"), result("sop-auto", 0.88, noise="clean")]
-    regret, elr = verdicts(bad)
+    regret, elr, *_ = verdicts(bad)
     assert (regret.met, elr.met) == (False, True)
     assert "2.0 points (quick clean)" in regret.measured
     assert "| quick | clean |" in report(bad)
     assert "-2.0" in report(bad)
+
+
+def about_labels(noise: str, wrong: float, rate: float, flagged: float, **more: Any) -> Result:
+    found = {"provisional": False, "flag_precision": None, **more}
+    return Result("quick", noise, "sop-auto", 0, 0.8, 0.5, wrong, 1.0, rate=rate, flagged=flagged, **found)
+
+
+def test_verdicts_judge_what_is_said_about_the_labels() -> None:
+    clean = about_labels("clean", 0.0, 0.02, 0.03)
+    firm = about_labels("sym-40", 0.36, 0.40, 0.40, flag_precision=0.8)
+    hint = about_labels("asym-40", 0.28, 0.26, 0.26, flag_precision=0.5, provisional=True)
+    assert [verdict.met for verdict in verdicts([clean, firm, hint])] == [True] * 4
+    for worse, expected in (
+        (about_labels("clean", 0.0, 0.02, 0.06), [True, True, False, True]),
+        (about_labels("clean", 0.0, 0.06, 0.03), [True, False, True, True]),
+        (about_labels("clean", 0.0, 0.2, 0.03), [False, False, True, True]),
+    ):
+        assert [verdict.met for verdict in verdicts([worse, firm, hint])] == expected
+    wrong_flags = about_labels("sym-40", 0.36, 0.40, 0.40, flag_precision=0.6)
+    assert [verdict.met for verdict in verdicts([clean, wrong_flags])] == [True, True, True, False]
+
+
+def test_the_figures_are_written(tmp_path: Path) -> None:
+    runs = [result(name, test) for name, test in (("ce", 0.7), ("elr", 0.75), ("sop-auto", 0.8))]
+    runs[-1] = replace(runs[-1], signal=[None, None, 0.1, 0.09, 0.12], onset=5)
+    plot_results(runs, tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["onset.png", "regimes.png"]
 
 
 needs_data = pytest.mark.skipif(not DEFAULT_DATA.is_dir(), reason="needs Debian's dataset-fashion-mnist")
@@ -95,10 +125,10 @@ def test_the_command_runs_and_continues_where_it_stopped(tmp_path: Path, capsys:
     assert "| small | asym-40 |" in shown
     content = json.loads(out.read_text())
     cells = sum(len(REGIMES[name].noises) for name in ("small", "digits"))
-    assert len(content["runs"]) == 3 * cells, "one row each for ce, sop-auto and the chosen ELR"
+    assert len(content["runs"]) == 4 * cells, "one row each for ce, sop-auto, ELR and the chosen ELR"
     log = out.with_suffix(".jsonl")
     lines = log.read_text().splitlines()
-    assert len(lines) == (2 + len(TUNED)) * cells
+    assert len(lines) == (3 + len(TUNED)) * cells, "the published ELR is a candidate, too"
     log.write_text("\n".join(lines[:-2]) + '\n{"regime": "dig')  # killed while it wrote
     assert main(["bench", "regimes", "--regimes", "small,digits", "--methods", "ce,sop-auto,elr-tuned", *options]) == 0
     assert f"{len(lines) - 2} of {len(lines)} runs are in" in capsys.readouterr().out
