@@ -50,9 +50,7 @@ class SOPSettings(MethodSettings):
     mixup_alpha: float = 4.0  # mixup: both parameters of the beta distribution of the shares; larger mixes more evenly
     ema: float = 0.0  # SOP+: decay of a moving average of the weights, which then predicts, e.g. 0.999; 0: none
     variant: Literal["flow", "paper", "official"] = "flow"  # how a visit moves u and v
-    onset: Literal["auto", "never", "always"] | int | None = (
-        None  # when the table acts; null: auto for flow, else always
-    )
+    onset: Literal["auto", "never", "always"] | int | None = None  # when it acts; null: auto for flow, else always
     target: float | None = None  # flow: weight of the pull towards what the table says; null: 0.5, 0 for onset always
     visits: float | None = None  # flow: visits of steady disagreement after which a label is flagged; null: 4
     alpha_u: float | None = None  # paper: step of u in units of the learning rate; null: 10
