@@ -246,20 +246,63 @@ def test_slots_equal_dense_bit_for_bit_before_at_and_after_the_onset(onset: Any)
     assert torch.equal(dense.onset_state(), slots.onset_state())
 
 
+# -- a network that memorises ------------------------------------------------------------------------------------------
+
+MEMORISED, SHARE = 120, 40  # samples; of which the first 40 have a label that the network contradicts
+
+
+def memorising(epochs: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Steps of a network that contradicts some labels for four epochs, and then learns them one by one."""
+    generator = torch.Generator().manual_seed(7)
+    found = []
+    for epoch in range(epochs):
+        for index in torch.randperm(MEMORISED, generator=generator).split(15):
+            labels = index % K
+            truth = torch.where(index < SHARE, (labels + 1) % K, labels)
+            z = 0.1 * torch.randn(len(index), K, generator=generator)
+            z[torch.arange(len(index)), truth] += 4.0
+            learned = 0.7 * max(0, epoch - 3)
+            z[torch.arange(len(index)), labels] += torch.where(index < SHARE, learned, 0.0)
+            found.append((z, labels, index))
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_labels_that_are_learned_against_all_earlier_visits_open_the_gate(layout: Any) -> None:
+    sop = SOP(MEMORISED, K, layout=layout)
+    signal = []
+    for z, labels, index in memorising(9):
+        before = sop.epochs_observed
+        sop(z.requires_grad_(), labels, index)
+        sop.flush()
+        signal += [sop.contradicted_fit] if sop.epochs_observed > before else []
+    assert sop.onset == 5, "they are learned from the fifth epoch on"
+    assert signal[:2] == [None, None], "two earlier visits are needed"
+    assert all(value is not None for value in signal[2:])
+    assert signal[-1] > 1.5 * min(value for value in signal if value is not None)
+    labels = torch.arange(MEMORISED) % K
+    started = sop.table.strongest(labels)[0] > 0.5
+    assert started.nonzero()[:, 0].tolist() == list(range(SHARE))
+    steady = SOP(MEMORISED, K, layout=layout)
+    for z, labels, index in memorising(4) * 3:
+        steady(z.requires_grad_(), labels, index)
+    assert steady.onset is None, "contradicted, but not memorised"
+
+
 # -- saved state -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cut", [1, 9, 10, 11, 17])
+@pytest.mark.parametrize("cut", [1, 20, 37, 38, 39, 40, 41, 42, 50, 66])
 def test_a_run_that_is_cut_anywhere_resumes_exactly(cut: int) -> None:
-    """Steps 10 and 11: right before and after the onset."""
-    steps = batches(4)
-    straight, resumed = SOP(N, K, onset=2), SOP(N, K, onset=2)
+    """There are 8 steps per epoch; the cuts are before, right at and after the onset."""
+    steps = memorising(9)
+    straight, resumed = SOP(MEMORISED, K), SOP(MEMORISED, K)
     for number, (z, labels, index) in enumerate(steps):
         if number == cut:
-            state, resumed = resumed.state_dict(), SOP(N, K, onset=2)
+            state, resumed = resumed.state_dict(), SOP(MEMORISED, K)
             resumed.load_state_dict(state)
         assert torch.equal(straight(z.requires_grad_(), labels, index), resumed(z, labels, index))
-    assert straight.onset == resumed.onset == 2
+    assert straight.onset == resumed.onset is not None
     a, b = straight.state_dict(), resumed.state_dict()
     assert a.keys() == b.keys()
     assert all(torch.equal(a[name], b[name]) for name in a)
@@ -322,14 +365,19 @@ def test_the_saved_state_stays_on_the_cpu_in_float64() -> None:
 
 def decides_as_one_rank(group: dist.ProcessGroup) -> None:
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    for onset, layout in ((2, "dense"), ("auto", "slots")):
-        alone = SOP(N, K, onset=onset, layout=layout)
-        together = SOP(N, K, onset=onset, layout=layout, process_group=group)
-        for z, labels, index in batches(5):
+    cases: list[tuple[Any, str, int, Any]] = [
+        (2, "dense", N, batches(5)), ("auto", "slots", N, batches(5)),
+        ("auto", "dense", MEMORISED, memorising(9)), ("auto", "slots", MEMORISED, memorising(9)),
+    ]  # fmt: skip
+    for onset, layout, samples, steps in cases:
+        alone = SOP(samples, K, onset=onset, layout=layout)
+        together = SOP(samples, K, onset=onset, layout=layout, process_group=group)
+        for z, labels, index in steps:
             part = torch.arange(len(index)).tensor_split(ranks)[rank]
             alone(z.clone().requires_grad_(), labels, index)
             together(z[part].clone().requires_grad_(), labels[part], index[part])
         assert alone.onset == together.onset
+        assert (alone.onset is not None) == (onset == 2 or samples == MEMORISED)
         assert torch.equal(alone.onset_state(), together.onset_state())
         alone.flush()
         together.flush()
