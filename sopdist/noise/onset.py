@@ -28,7 +28,7 @@ from typing import Literal
 Setting = Literal["auto", "never", "always"] | int
 
 CONTRADICTED = 0.15  # mean margin, in probability, beyond which earlier visits contradict a label
-EARLIER_VISITS = 2  # that a sample must have had
+EARLIER_VISITS = 2  # that samples have had when the first window counts: the first windows are not looked at
 RISE = 0.02
 SIGMAS = 3.0
 LOOK_BACK = 8  # windows

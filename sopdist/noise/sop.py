@@ -183,11 +183,12 @@ class SOP(Readout, nn.Module):
     @property
     def target(self) -> float:
         """Weight of the pull towards what the table says; 0 if labels looked clean, because it reinforces mistakes."""
-        evidence = self._windows.evidence
-        if evidence is not None and evidence.looks_clean:
+        windows = self._windows
+        if windows.evidence is not None and windows.evidence.looks_clean:
             return 0.0
-        default = 0.0 if self.onset == 0 else DEFAULT_TARGET
-        return default if self._target is None else self._target
+        if self._target is not None:
+            return self._target
+        return DEFAULT_TARGET if windows.gate.opened or self.table.voting else 0.0
 
     @property
     def tau(self) -> float:

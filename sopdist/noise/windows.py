@@ -41,11 +41,13 @@ class Windows(nn.Module):
 
     def add(self, table: NoiseTable, rows: Tensor, facts: Facts) -> None:
         """Add visits to these rows, before they are updated. Does not wait for the device."""
-        contradicted = (table.mean_margin[rows] < -CONTRADICTED) & (table.visits[rows] >= EARLIER_VISITS)
-        contradicted &= facts.predicted != DROPPED
-        fit = facts.fit.where(contradicted, 0)
-        columns = (contradicted, (fit * UNIT).round(), (fit * fit * UNIT).round())  # UNIT is a power of 2: exact
-        self.sums += torch.stack([column.to(torch.int64).sum() for column in columns])
+        if self.gate.windows < EARLIER_VISITS:
+            return
+        contradicted = (table.mean_margin[rows] < -CONTRADICTED) & (facts.predicted != DROPPED)
+        fit = facts.fit
+        columns = torch.stack((torch.ones_like(fit), fit, fit * fit))  # (3, B)
+        units = (columns * contradicted * UNIT).round_().to(torch.int64)  # UNIT is a power of 2: exact
+        self.sums += units.sum(dim=1)
 
     def count(self, samples: int) -> None:
         """Take note of samples that were visited, over all ranks."""
@@ -58,10 +60,10 @@ class Windows(nn.Module):
 
     def end(self, reduce: Callable[[Tensor], Tensor]) -> bool:
         """End the window; `reduce` sums over ranks. True if the table acts from now on. Waits for the device."""
-        total = Sums(*(int(value) for value in reduce(self.sums).tolist()))
+        visits, fit, square = reduce(self.sums).tolist()
         self.sums.zero_()
         self._seen = 0
-        return self.gate.close_window(total)
+        return self.gate.close_window(Sums(visits // UNIT, fit, square))
 
     def save(self, reduce: Callable[[Tensor], Tensor]) -> Tensor:
         """Fill and return `state`, identical on every rank. Collective if `reduce` is."""

@@ -178,7 +178,7 @@ def test_windows_sum_the_visits_to_samples_that_were_contradicted_before() -> No
                 others[label] = -1
                 before.append(float(p[row, label] - others.max()))
         visits, fit, square = sop._windows.sums.tolist()
-        assert visits == len(found)
+        assert visits == len(found) * UNIT
         assert fit / UNIT == pytest.approx(sum(found), abs=1e-5)
         assert square / UNIT == pytest.approx(sum(value**2 for value in found), abs=1e-5)
         assert (visits > 0) == (epoch >= EARLIER_VISITS)
