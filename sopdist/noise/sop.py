@@ -157,6 +157,8 @@ class SOP(Readout, nn.Module):
             raise ValueError(f"target must be a finite number >= 0, and 0 unless variant='flow'; got {target!r}")
         self.register_state_dict_pre_hook(lambda *_: self.onset_state())
         self.register_load_state_dict_post_hook(lambda *_: self.load_onset_state(self._windows.state))
+        for name in ("table", "_windows"):  # also plain attributes: torch's lookup of submodules is slow
+            object.__setattr__(self, name, getattr(self, name))
         self.reduction, self.validate = reduction, validate
         self._warned = self._prefetches = False
         self.keep_corrected = False  # whether `corrected` is filled
