@@ -127,7 +127,13 @@ def describe(kind: type[Any], where: str = "", omit: Collection[str] = ()) -> st
 
 
 def comments_of(kind: Any) -> dict[str, str]:
-    """The comment next to each field of a dataclass, by field name."""
+    """The comment next to each field of a dataclass, by field name, including inherited fields."""
+    bases = [base for base in reversed(kind.__mro__) if dataclasses.is_dataclass(base)]
+    return {name: text for base in bases for name, text in _comments_in(base).items()}
+
+
+def _comments_in(kind: Any) -> dict[str, str]:
+    """Of the fields that this class declares itself."""
     source = textwrap.dedent(inspect.getsource(kind))
     comments = {
         token.start[0]: token.string.lstrip("# ")

@@ -16,7 +16,10 @@ from sopdist.noise.kernels import native_kernels
 from tests.support.launching import REPOSITORY
 
 SOURCES = ("sopdist", "configs", "setup.py", "pyproject.toml", "README.md", "LICENSE")
-NAMES = sorted(path.stem for path in (REPOSITORY / "configs").glob("*.yaml"))
+NAMES = sorted(
+    path.relative_to(REPOSITORY / "configs").with_suffix("").as_posix()
+    for path in (REPOSITORY / "configs").rglob("*.yaml")
+)
 LOAD_ALL = """
 import sys
 from sopdist.train.config import find_config, load
@@ -81,8 +84,9 @@ def test_a_wheel_has_every_module_and_config_and_the_kernels(wheel: Path) -> Non
 
 def test_an_installed_package_finds_every_config_by_name(python: Python) -> None:
     found = [line.split() for line in python("-c", LOAD_ALL, *NAMES).splitlines()]
-    assert [name for _, name in found] == NAMES
-    assert all(path.endswith(f"installed/sopdist/configs/{name}.yaml") for path, name in found)
+    assert [name for _, name in found] == [name.rpartition("/")[2] for name in NAMES], "of the run"
+    for (path, _), name in zip(found, NAMES, strict=True):
+        assert path.endswith(f"installed/sopdist/configs/{name}.yaml")
 
 
 def test_an_installed_package_plans_a_run_and_describes_its_config(python: Python) -> None:

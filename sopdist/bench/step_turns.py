@@ -97,7 +97,7 @@ def _compare_methods(world: World, sizes: Sizes, classes: int) -> dict[str, list
 def _start(settings: MethodSettings, world: World, sizes: Sizes, classes: int, group: Any) -> Method:
     method = make_method(settings)
     labels = np.zeros(sizes.samples, np.int64)
-    method.start(Setup(sizes.samples, classes, 1, labels, seed=0, device=world.device, group=group))
+    method.start(Setup(sizes.samples, classes, 1, sizes.samples, labels, seed=0, device=world.device, group=group))
     return method
 
 

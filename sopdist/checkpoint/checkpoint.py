@@ -65,6 +65,21 @@ class Checkpoint:
 
     def statistics(self, rank: int | None = None) -> dict[str, Tensor]:
         """The running batch statistics of a rank, or their mean over all."""
+        return self._statistics(rank)[0]
+
+    def average_statistics(self, rank: int | None = None) -> dict[str, Tensor]:
+        """Those that belong to the moving average of the weights; empty without `train.ema`."""
+        return self._statistics(rank)[1]
+
+    def _statistics(self, rank: int | None) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Of the network and of its moving average."""
+        found = self._all_statistics(rank)
+        averages = {
+            name.removeprefix(names.AVERAGE): found.pop(name) for name in list(found) if name.startswith(names.AVERAGE)
+        }
+        return found, averages
+
+    def _all_statistics(self, rank: int | None) -> dict[str, Tensor]:
         if rank is not None:
             return self.section(names.statistics(rank))
         counts = Counter(name.split("/", 2)[2] for name in self.tensors if name.startswith(names.STATISTICS))

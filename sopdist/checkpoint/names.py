@@ -4,6 +4,8 @@ network/NAME                      weights and buffers
 optimizer/NAME/KEY                optimizer state of a weight
 statistics/RANK/NAME              running batch statistics, which differ between ranks
 last_finite_statistics/NAME       batch statistics as they were when they were last averaged over ranks
+average/NAME                      moving average of the weights (train.ema)
+statistics/RANK/average/NAME      moving average of the batch statistics
 method/NAME                       replicated state of the method
 tables/TABLE/RANK/COLUMN          a rank's rows of a sample table
 step_metrics/RANK                 sums of a rank that are not yet in metrics.jsonl
@@ -14,8 +16,9 @@ from __future__ import annotations
 import re
 
 NETWORK, OPTIMIZER, LAST_FINITE, METHOD = "network/", "optimizer/", "last_finite_statistics/", "method/"
+AVERAGE = "average/"
 STATISTICS, TABLES, STEP_METRICS = "statistics/", "tables/", "step_metrics/"
-REPLICATED = (NETWORK, OPTIMIZER, LAST_FINITE, METHOD)  # independent of the number of ranks
+REPLICATED = (NETWORK, OPTIMIZER, LAST_FINITE, AVERAGE, METHOD)  # independent of the number of ranks
 PER_RANK = (STATISTICS, TABLES, STEP_METRICS)
 
 _RANK = re.compile(r"(?:statistics|tables/[a-z0-9_-]+)/([0-9]{1,6})/.+|step_metrics/([0-9]{1,6})", re.DOTALL)

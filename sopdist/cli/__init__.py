@@ -56,6 +56,7 @@ BENCHES = {
     "step": Entry("..bench.step", "time of a training step with SOP on several ranks, compared with cross-entropy"),
     "exchange": Entry("..bench.exchange", "bytes and time to exchange table rows between ranks, pushed and on demand"),
     "checkpoint": Entry("..bench.checkpoint", "how long a save blocks training, and how long a resume takes"),
+    "methods": Entry("..bench.methods", "training time of every method, compared with cross-entropy"),
     "fashion-mnist": Entry("..bench.fashion_mnist", "accuracy of SOP and robust losses on wrong labels"),
     "regimes": Entry("..bench.regimes", "whether SOP is ever worse than cross-entropy, however a network learns"),
     "kernels": Entry("..bench.kernels", "compile the CUDA kernels ahead of time: registers, spills (needs no GPU)"),

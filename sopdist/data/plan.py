@@ -48,6 +48,7 @@ class Plan:
     """The batches of an epoch."""
 
     batches: NDArray[np.integer]  # (steps, global_batch)
+    part_of_column: NDArray[np.int64] | None = None  # (global_batch,) if batches have several parts, see parts.py
 
     @property
     def steps(self) -> int:
@@ -92,13 +93,15 @@ def training_plan(
     subset: Indices | None = None,
     lanes: int = LANES,
     block: int = BLOCK,
+    stream: int = 0,
 ) -> Plan:
     """Plan an epoch over all samples, or over `subset` (ascending, without duplicates).
 
+    `stream` selects the random numbers: an epoch that passes over samples more than once takes a new one each time.
     `firsts`, (shards + 1,), holds the index of each shard's first sample, followed by N (`Manifest.firsts`).
     """
     _check(global_batch, lanes, block)
-    words = _random_words(seed, epoch, stream=0)
+    words = _random_words(seed, epoch, stream)
     counts = np.diff(firsts) if subset is None else np.diff(np.searchsorted(subset, firsts))
     starts = np.concatenate(([0], np.cumsum(counts)))  # of each shard, among the samples to plan
     samples = int(starts[-1])
@@ -138,10 +141,11 @@ def shards_in_use(shards: int, global_batch: int, columns: slice, lanes: int = L
     return (len(in_columns) + 1) * block
 
 
-def evaluation_plan(samples: int, global_batch: int) -> Plan:
-    """Every sample once, in index order, for any number of ranks."""
+def evaluation_plan(samples: int, global_batch: int, subset: Indices | None = None) -> Plan:
+    """Every sample, or every one of `subset`, once, in index order, for any number of ranks."""
     _check(global_batch, 1, 1)
-    return Plan(_spread_last(_cut(np.arange(samples, dtype=_dtype(samples)), global_batch)))
+    chosen = np.arange(samples, dtype=_dtype(samples)) if subset is None else subset.astype(_dtype(samples))
+    return Plan(_spread_last(_cut(chosen, global_batch)))
 
 
 def balanced_subset(labels: NDArray[np.int32], classes: int, count: int, seed: int, epoch: int) -> Indices:

@@ -16,7 +16,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
@@ -27,13 +27,14 @@ from numpy.typing import NDArray
 
 from ..errors import DataError
 from .augment.draws import GEOMETRY, POLICY, uniforms
-from .augment.policy import POLICY_DRAWS, Policy
+from .augment.policy import POLICY_DRAWS
 from .augment.recipes import find_recipe
 from .batch import Batch
 from .decode.backends import open_decoder
-from .decode.request import BadSample, Decoded, Request
+from .decode.request import BadSample, Decoded, Request, Views
 from .labels import UNKNOWN
 from .manifest import ShardInfo
+from .parts import Part, plan_parts
 from .plan import (
     NO_SAMPLE,
     Indices,
@@ -79,28 +80,36 @@ class Stream:
         rank: int = 0,
         world_size: int = 1,
         train: bool = True,
-        strong: Policy | None = None,
+        views: Views = (None,),
+        leading: int = 0,
+        widest: int = 0,
     ) -> None:
+        """`views`: of every training image, weak (None) or strong, as the policy says.
+
+        If batches have several parts: `leading` is the smallest number of columns of the first part, on which the
+        length of an epoch depends, and `widest` the largest number of columns of all parts.
+        """
         if not 0 <= seed < 2**64:
             raise DataError(f"seed = {seed}: must be from 0 to 2^64 - 1")
         self.settings = settings
         self.recipe = find_recipe(settings.recipe)
-        self._columns = rank_columns(global_batch, rank, world_size)
+        self._rank, self._ranks = rank, world_size
         self._global_batch, self._seed, self._train = global_batch, seed, train
-        self._strong = strong if train else None
+        self._leading = leading or global_batch
+        self._views = tuple(views) if train else (None,)
+        widest = widest or global_batch
+        columns = rank_columns(widest, rank, world_size)
         store = open_store(
             settings.location, Path(settings.cache) if settings.cache else None, settings.cache_bytes or None
         )
         self.split = Split(store)
         shards = len(self.split.manifest.shards)
-        self.split.keep_open(shards_in_use(shards, global_batch, self._columns, settings.lanes, settings.block))
+        self.split.keep_open(shards_in_use(shards, widest, columns, settings.lanes, settings.block))
         try:
             store.check(self.split.manifest)
             self.labels = self.split.labels(settings.labels)
-            batch = self._columns.stop - self._columns.start
-            self._decoder = open_decoder(
-                self.split, self.recipe, self._strong, settings, batch=batch, views=self._views
-            )
+            batch = columns.stop - columns.start
+            self._decoder = open_decoder(self.split, self.recipe, self._views, settings, batch=batch)
         except BaseException:
             self.split.close()
             raise
@@ -109,10 +118,6 @@ class Stream:
         self._current: object | None = None  # token of the epoch in progress
         self._samples = self._bad = 0
         self._waited = 0.0
-
-    @property
-    def _views(self) -> int:
-        return 1 if self._strong is None else 2
 
     def __enter__(self) -> Stream:
         return self
@@ -124,7 +129,7 @@ class Stream:
 
     @property
     def epoch_samples(self) -> int:
-        """Number of samples of an epoch without `subset`, over all ranks. It is the same for all epochs."""
+        """Number of samples of an epoch over all of them, over all ranks. It is the same for all epochs."""
         if not (self._train and self.settings.balanced_per_epoch):
             return len(self.split)
         classes = len(self.split.manifest.classes)
@@ -133,30 +138,38 @@ class Stream:
 
     @property
     def steps(self) -> int:
-        """Number of batches of an epoch without `subset`. It is the same for all epochs and ranks."""
-        return -(-self.epoch_samples // self._global_batch)
+        """Largest number of batches of an epoch: that over all samples. It is the same for all epochs and ranks."""
+        return -(-self.epoch_samples // self._leading)
 
-    def plan(self, epoch: int, subset: Indices | None = None) -> Plan:
-        """The global batches of an epoch, over all ranks; with `subset` (ascending), only these samples."""
+    def drawn(self, epoch: int) -> Indices | None:
+        """The samples that `data.balanced_per_epoch` draws for this epoch, ascending; None: all."""
+        if not (self._train and self.settings.balanced_per_epoch):
+            return None
+        classes = len(self.split.manifest.classes)
+        return balanced_subset(self.labels.labels, classes, self.settings.balanced_per_epoch, self._seed, epoch)
+
+    def plan(self, epoch: int, parts: Sequence[Part] = (Part(),)) -> Plan:
+        """The global batches of an epoch, over all ranks. An evaluation has only one part."""
         if not self._train:
-            return evaluation_plan(len(self.split), self._global_batch)
-        if self.settings.balanced_per_epoch:
-            classes = len(self.split.manifest.classes)
-            drawn = balanced_subset(self.labels.labels, classes, self.settings.balanced_per_epoch, self._seed, epoch)
-            subset = drawn if subset is None else np.intersect1d(drawn, subset, assume_unique=True)
-        return training_plan(
-            self.split.manifest.firsts, self._seed, epoch, self._global_batch,
-            subset=subset, lanes=self.settings.lanes, block=self.settings.block,
-        )  # fmt: skip
+            return evaluation_plan(len(self.split), self._global_batch, parts[0].samples)
+        drawn = self.drawn(epoch)
 
-    def epoch(self, epoch: int = 0, start: int = 0, subset: Indices | None = None) -> Iterator[Batch]:
+        def plan_part(part: Part, stream: int) -> Plan:
+            return training_plan(
+                self.split.manifest.firsts, self._seed, epoch, part.columns or self._global_batch,
+                subset=part.samples, lanes=self.settings.lanes, block=self.settings.block, stream=stream,
+            )  # fmt: skip
+
+        return plan_parts([part if drawn is None else _within(part, drawn) for part in parts], plan_part)
+
+    def epoch(self, epoch: int = 0, start: int = 0, parts: Sequence[Part] = (Part(),)) -> Iterator[Batch]:
         """Iterate over the batches of an epoch from step `start` on. Starting another epoch abandons this one."""
         if self._closed:
             raise DataError(f"{self.split.store.root}: the stream is closed; open a new one")
-        plan = self.plan(epoch, subset)
+        plan = self.plan(epoch, parts)
         if not 0 <= start <= plan.steps:
             raise DataError(f"epoch {epoch} has {plan.steps} steps; it cannot start at step {start}")
-        self.split.store.expect(self._upcoming_shards(plan.batches[start:]))
+        self.split.store.expect(self._upcoming_shards(plan.batches[start:, self._columns(plan)]))
         return self._batches(epoch, plan, start)
 
     def _batches(self, epoch: int, plan: Plan, start: int) -> Iterator[Batch]:
@@ -164,12 +177,14 @@ class Stream:
         self._current = current = object()
         bad: dict[int, BadSample] = {}
         allowed = self.allowed_bad(plan)
+        columns = self._columns(plan)
+        part = None if plan.part_of_column is None else torch.from_numpy(plan.part_of_column[columns])
         ahead: deque[tuple[Request, NDArray[np.float32]]] = deque()
         steps = iter(range(start, plan.steps))
         try:
             while True:
                 for step in islice(steps, self.settings.prefetch + 1 - len(ahead)):
-                    ahead.append(self._submit(epoch, plan.batches[step].astype(np.int64)))
+                    ahead.append(self._submit(epoch, plan.batches[step].astype(np.int64), columns))
                 if not ahead:
                     return
                 request, weight = ahead.popleft()
@@ -179,7 +194,7 @@ class Stream:
                 # A sample repeated as padding is counted at its own position, possibly on another rank.
                 own = [sample for position, sample in decoded.bad.items() if weight[position] > 0]
                 self._count_bad(own, bad, allowed, epoch)
-                yield self._batch(request, weight, decoded)
+                yield self._batch(request, weight, decoded, part)
                 if self._current is not current:
                     raise DataError(
                         f"epoch {epoch} was abandoned: another epoch was started, or the stream was closed; "
@@ -201,28 +216,35 @@ class Stream:
         self._decoder.close()
         self.split.close()
 
-    def _submit(self, epoch: int, batch: Indices) -> tuple[Request, NDArray[np.float32]]:
-        """Start decoding this rank's part of a global batch."""
-        index = without_padding(batch)[self._columns]
-        weight = (batch[self._columns] != NO_SAMPLE).astype(np.float32)
-        views = range(self._views) if self._train else ()
-        draws = None
-        if self._strong is not None:
-            draws = uniforms(self._seed, epoch, index, 1, POLICY)[:, :POLICY_DRAWS]
+    def _columns(self, plan: Plan) -> slice:
+        """This rank's columns of the batches."""
+        return rank_columns(plan.batches.shape[1], self._rank, self._ranks)
+
+    def _submit(self, epoch: int, batch: Indices, columns: slice) -> tuple[Request, NDArray[np.float32]]:
+        """Start decoding this rank's columns of a global batch."""
+        index = without_padding(batch)[columns]
+        weight = (batch[columns] != NO_SAMPLE).astype(np.float32)
+        views = range(len(self._views)) if self._train else ()
+        draws = {
+            view: uniforms(self._seed, epoch, index, view, POLICY)[:, :POLICY_DRAWS]
+            for view, policy in enumerate(self._views)
+            if policy is not None
+        }
         request = Request(index, tuple(uniforms(self._seed, epoch, index, view, GEOMETRY) for view in views), draws)
         self._decoder.submit(request)
         return request, weight
 
-    def _batch(self, request: Request, weight: NDArray[np.float32], decoded: Decoded) -> Batch:
+    def _batch(
+        self, request: Request, weight: NDArray[np.float32], decoded: Decoded, part: torch.Tensor | None
+    ) -> Batch:
         labels = self.labels.labels[request.index].astype(np.int64)
         weight[labels == UNKNOWN] = 0
         weight[list(decoded.bad)] = 0
         labels[labels == UNKNOWN] = 0
         views = [view[:, :1] for view in decoded.views] if self.recipe.grey else decoded.views
         self._samples += len(labels)
-        return Batch(
-            views[0], torch.from_numpy(labels), torch.from_numpy(request.index), torch.from_numpy(weight), *views[1:]
-        )
+        given, index, counts = (torch.from_numpy(column) for column in (labels, request.index, weight))
+        return Batch(views[0], given, index, counts, other_views=tuple(views[1:]), part=part)
 
     def allowed_bad(self, plan: Plan) -> int:
         """How many samples of an epoch may be unreadable, over all ranks. A rank counts only its own bad samples."""
@@ -245,8 +267,14 @@ class Stream:
             )
 
     def _upcoming_shards(self, batches: NDArray[np.integer]) -> Iterator[ShardInfo]:
-        """The shards that this rank will read, in order of first use."""
-        index = batches[:, self._columns].reshape(-1).astype(np.int64)
+        """The shards of these samples, in order of first use."""
+        index = batches.reshape(-1).astype(np.int64)
         shards, first_use = np.unique(self.split.manifest.shard_of(index[index != NO_SAMPLE]), return_index=True)
         for shard in shards[np.argsort(first_use)].tolist():
             yield self.split.manifest.shards[shard]
+
+
+def _within(part: Part, drawn: Indices) -> Part:
+    """The samples of the part that were drawn."""
+    samples = drawn if part.samples is None else np.intersect1d(drawn, part.samples, assume_unique=True)
+    return replace(part, samples=samples)

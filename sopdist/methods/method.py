@@ -19,7 +19,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -29,14 +29,37 @@ from torch import Tensor, nn
 
 from ..data.augment.policy import Policy
 from ..data.batch import Batch
+from ..data.parts import Part
 from ..sample_table import ExchangeStats, SampleTable
 
 Forward = Callable[..., Tensor]  # the network on all ranks: logits in float32, from one or more batches of images
+Predict = Callable[[Forward, Tensor], Tensor]  # from images to the output that `PerSample` gets
 PerSample = Callable[[Tensor, Tensor], Tensor]  # from predictions (B, K) and labels (B,) to values (B,) or (B, ...)
 
-# Evaluates the network on every training sample once, as an evaluation does, and returns what `PerSample` makes of each
-# sample: (N,) or (N, ...) in float32, the same on every rank; NaN for samples without a readable image. Collective.
-Predictions = Callable[[PerSample], Tensor]
+
+class Trainer(Protocol):
+    """What a method may ask of the trainer between epochs. All calls are collective."""
+
+    def predictions(
+        self, per_sample: PerSample, *, predict: Predict | None = None, samples: NDArray[np.int64] | None = None
+    ) -> Tensor:
+        """Evaluate every training sample, or each of `samples` (ascending), once, as an evaluation does.
+
+        Returns what `per_sample` makes of each sample: (N,) or (N, ...) in float32, the same on every rank; NaN for
+        samples that were not evaluated or have no readable image. `predict` replaces that of the method.
+        """
+
+    def drawn(self, epoch: int) -> NDArray[np.int64] | None:
+        """The samples that `data.balanced_per_epoch` draws for this epoch, ascending; None: all."""
+
+    def weights(self) -> dict[str, Tensor]:
+        """A copy of all weights and buffers, on the CPU."""
+
+    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Put weights back that `weights` returned."""
+
+    def restart(self) -> None:
+        """Continue with a network that has not been trained, and with an optimizer without state."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +76,7 @@ class Setup:
     samples: int  # in the training split; every index is less than this
     classes: int
     epochs: int
+    batch: int  # samples per step over all ranks: train.batch
     labels: NDArray[np.integer[Any]]  # (samples,) as given; -1 where unknown
     seed: int
     device: torch.device
@@ -62,6 +86,13 @@ class Setup:
     def ranks(self) -> int:
         """The number of ranks that share the tables."""
         return 1 if self.group is None else dist.get_world_size(self.group)
+
+
+class BatchLayout(NamedTuple):
+    """The columns of a global batch over the whole run."""
+
+    leading: int  # the fewest that the first part of a batch has; on it depends the largest number of steps of an epoch
+    widest: int  # the most of all parts together
 
 
 class StepOutput(NamedTuple):
@@ -140,9 +171,17 @@ class Method(ABC):
 
     # -- before a run: nothing here needs data, ranks or a device ------------------------------------------------------
 
-    def second_view(self) -> Policy | None:
-        """The strong augmentation of a second view of every image; None if there is only one view."""
-        return None
+    def views(self) -> tuple[Policy | None, ...]:
+        """The views of every training image: weak (None), or strong as the policy says. At most four."""
+        return (None,)
+
+    def batch_layout(self, batch: int) -> BatchLayout:
+        """For a method whose `parts` have other columns than one part of `batch`, which is `train.batch`."""
+        return BatchLayout(batch, batch)
+
+    def stages(self, epochs: int) -> tuple[int, ...]:
+        """The lengths in epochs of the stages of a run: the learning-rate schedule starts again with each of them."""
+        return (epochs,)
 
     def full_batch_setting(self) -> str:
         """The setting that needs the full batch of a rank at once, which rules out `train.accumulate` > 1; or ""."""
@@ -153,7 +192,10 @@ class Method(ABC):
         return ""
 
     def build_network(self, make: Callable[[], nn.Module]) -> nn.Module:
-        """The module that is trained and saved; `make` creates one backbone. Pairs and averages are its children."""
+        """The module that is trained and saved; `make` creates one backbone. Pairs and averages are its children.
+
+        `Trainer.restart` calls it again, and takes over only the weights.
+        """
         return make()
 
     def backbone_weights(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -181,15 +223,25 @@ class Method(ABC):
     def start(self, setup: Setup) -> None:
         """Create tables and other state. ConfigError if the settings do not fit the data. Collective."""
 
-    def between_epochs(self, epoch: int, predictions: Predictions) -> None:
+    def between_epochs(self, epoch: int, trainer: Trainer) -> None:
         """Before the first step of an epoch, and not again when it is resumed in the middle. Collective.
 
         Schedules, mixture models, choices of samples: whatever the epoch needs belongs into `state_dict` or a table.
         """
 
-    def subset(self, epoch: int) -> NDArray[np.int64] | None:
-        """The samples of this epoch, ascending; None: all. A function of saved state: also asked after a resume."""
-        return None
+    def begin_epoch(self, epoch: int) -> None:
+        """Before the first step of an epoch, after `between_epochs`, and also when it is resumed in the middle."""
+
+    def parts(self, epoch: int) -> tuple[Part, ...]:
+        """The samples of this epoch. A function of saved state: also asked after a resume. Collective.
+
+        With several parts, every batch has samples of each of them; see `data/parts.py` and `Batch.part`.
+        """
+        return (Part(),)
+
+    def lr_factor(self, epoch: int) -> float:
+        """A factor of the learning rate of this epoch."""
+        return 1.0
 
     def prefetch(self, batch: NDArray[np.integer[Any]]) -> None:
         """Start sending what the samples of the next step need; `batch` has those of all ranks."""

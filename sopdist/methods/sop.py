@@ -7,29 +7,26 @@ the global batch (`balance`).
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..data.augment.policy import Policy
 from ..data.batch import Batch
-from ..data.plan import parts_of_ranks
 from ..errors import ConfigError
 from ..noise import SOP
 from ..noise.kernels.facts import FACT_WIRE_BYTES
 from ..noise.rates import Paper, Rates, default_onset, forecast, make_rates
 from ..noise.rows import DEFAULT_SLOTS, Layout, choose_layout, row_bytes, row_wire_bytes
 from ..sample_table import ExchangeStats, SampleTable
-from .averaged import Averaged, average_weights
+from .global_batch import GlobalBatch
 from .method import Cost, Forward, Method, MethodSettings, Outlook, Readout, Setup, StepOutput, TableCost
-from .mixup import Pairs, draw_pairs, gather, mix, mixed_losses
+from .mixup import Pairs, draw_pairs, mix, mixed_losses
 
 _WAITED = (
     "The run was plain cross-entropy, and flags are provisional. If you expect wrong labels, train longer, with less "
@@ -48,7 +45,6 @@ class SOPSettings(MethodSettings):
     balance: float = 0.0  # SOP+: weight of the balance between the classes
     mixup: float = 0.0  # SOP+: weight of the loss on mixed pairs of samples, with corrected labels, from the onset on
     mixup_alpha: float = 4.0  # mixup: both parameters of the beta distribution of the shares; larger mixes more evenly
-    ema: float = 0.0  # SOP+: decay of a moving average of the weights, which then predicts, e.g. 0.999; 0: none
     variant: Literal["flow", "paper", "official"] = "flow"  # how a visit moves u and v
     onset: Literal["auto", "never", "always"] | int | None = None  # when it acts; null: auto for flow, else always
     target: float | None = None  # flow: weight of the pull towards what the table says; null: 0.5, 0 for onset always
@@ -67,8 +63,6 @@ class SOPSettings(MethodSettings):
         for key in ("consistency", "balance", "mixup"):
             if not 0 <= getattr(self, key) < math.inf:
                 raise ConfigError(f"method.{key} = {getattr(self, key)}: must be finite and at least 0")
-        if not 0 <= self.ema < 1:
-            raise ConfigError(f"method.ema = {self.ema}: must be at least 0 and less than 1")
         if not 0 < self.mixup_alpha < math.inf:
             raise ConfigError(f"method.mixup_alpha = {self.mixup_alpha}: must be finite and more than 0")
 
@@ -94,28 +88,14 @@ class SOPMethod(Method):
 
     settings: SOPSettings
     sop: SOP
-    _averaged: Averaged | None = None  # the network, if there is an average of its weights
 
     def full_batch_setting(self) -> str:
         """The balance term compares the mean prediction of the full batch, and partners are drawn from it."""
         return "balance" if self.settings.balance else "mixup" if self.settings.mixup else ""
 
-    def full_weights_setting(self) -> str:
-        """The average of the weights needs them in one piece."""
-        return "ema" if self.settings.ema else ""
-
-    def build_network(self, make: Callable[[], nn.Module]) -> nn.Module:
-        """One backbone, or with `ema` a second one that averages it."""
-        self._averaged = Averaged(make(), self.settings.ema) if self.settings.ema else None
-        return make() if self._averaged is None else self._averaged
-
-    def backbone_weights(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """The average, if there is one."""
-        return average_weights(weights) if self.settings.ema else weights
-
-    def second_view(self) -> Policy | None:
+    def views(self) -> tuple[Policy | None, ...]:
         """The consistency term compares with a strongly augmented view."""
-        return Policy() if self.settings.consistency > 0 else None
+        return (None, Policy()) if self.settings.consistency > 0 else (None,)
 
     def cost(self, samples: int, classes: int) -> Cost:
         """One table; one more forward pass for a second view, and one for mixed images."""
@@ -128,7 +108,7 @@ class SOPMethod(Method):
             returned_bytes=FACT_WIRE_BYTES,
             dense_bytes=2 * row_wire_bytes("dense", classes),
         )
-        return Cost(1 + (self.second_view() is not None) + (self.settings.mixup > 0), (table,))
+        return Cost(len(self.views()) + (self.settings.mixup > 0), (table,))
 
     def _layout(self, samples: int, classes: int) -> Layout:
         layout = self.settings.layout
@@ -150,10 +130,7 @@ class SOPMethod(Method):
     def start(self, setup: Setup) -> None:
         """Create the noise table, sharded across the ranks of the group."""
         settings = self.settings
-        self._ranks, self._group, self._seed, self._device = setup.ranks, setup.group, setup.seed, setup.device
-        self._rank = 0 if setup.group is None else dist.get_rank(setup.group)
-        self._steps = torch.zeros(1, dtype=torch.int64)  # with mixup: its random numbers depend on it
-        self._sizes: deque[list[int]] = deque()  # samples of each rank, of the batches that were announced
+        self._batch = GlobalBatch(setup)
         try:
             self.sop = SOP(
                 setup.samples,
@@ -180,9 +157,9 @@ class SOPMethod(Method):
 
     def prefetch(self, batch: NDArray[np.integer[Any]]) -> None:
         """Start sending the rows of the noise table that this batch needs."""
-        self._sizes.append([len(part) for part in parts_of_ranks(batch, self._ranks)])
-        if self._ranks > 1 and self.settings.ahead:
-            self.sop.prefetch(parts_of_ranks(batch, self._ranks))
+        parts = self._batch.announce(batch)
+        if self._batch.ranks > 1 and self.settings.ahead:
+            self.sop.prefetch(parts)
 
     def set_lr(self, lr: float) -> None:
         """The variant `paper` moves u and v in proportion to the learning rate."""
@@ -191,42 +168,35 @@ class SOPMethod(Method):
 
     def step(self, forward: Forward, batch: Batch) -> StepOutput:
         """All views go through the network together. Facts for the noise table are sent during the backward pass."""
-        views, pairs = [batch.images], None
-        if batch.images2 is not None:
-            views.append(batch.images2)
+        views, pairs = [batch.images, *batch.other_views], None
         if self.settings.mixup and self.sop.onset is not None:
-            sizes = self._sizes[0]
-            pairs = draw_pairs(self._seed, int(self._steps), sizes, self._rank, self.settings.mixup_alpha, self._device)
-            views.append(mix(batch.images, pairs, gather(batch.images.contiguous(), sizes, self._group)))
+            pairs = draw_pairs(self._batch, self.settings.mixup_alpha)
+            views.append(mix(batch.images, pairs, self._batch.gather(batch.images.contiguous())))
         logits, *others = forward(torch.cat(views) if len(views) > 1 else batch.images).tensor_split(len(views))
-        logits2 = None if batch.images2 is None else others[0]
+        logits2 = others[0] if batch.other_views else None
         loss: Tensor = self.sop(logits, batch.labels, batch.index, logits2=logits2, weight=batch.weight)
         finite = torch.stack([torch.isfinite(view).all(dim=1) for view in (logits, *others)]).all(dim=0)
         if pairs is not None:
             weight = batch.weight.where(finite, 0)
-            loss = loss + self.settings.mixup * self._mixed_loss(others[-1], weight, pairs, self._sizes[0])
+            loss = loss + self.settings.mixup * self._mixed_loss(others[-1], weight, pairs)
         return StepOutput(loss, logits, finite)
 
-    def _mixed_loss(self, logits: Tensor, weight: Tensor, pairs: Pairs, sizes: list[int]) -> Tensor:
+    def _mixed_loss(self, logits: Tensor, weight: Tensor, pairs: Pairs) -> Tensor:
         """Sum over the samples whose partner is readable and finite as well; collective."""
         assert self.sop.corrected is not None
         targets = self.sop.corrected
-        weights = gather(weight, sizes, self._group)[pairs.partner] * weight
+        weights = self._batch.gather(weight)[pairs.partner] * weight
         safe = logits.where((weights > 0)[:, None], 0)
-        return (mixed_losses(safe, targets, pairs, gather(targets, sizes, self._group)) * weights).sum()
+        return (mixed_losses(safe, targets, pairs, self._batch.gather(targets)) * weights).sum()
 
     def flush(self) -> None:
-        """Update the rows of the noise table that this rank owns, and the average of the weights."""
+        """Update the rows of the noise table that this rank owns."""
         self.sop.flush()
-        self._steps += 1
-        if self._sizes:
-            self._sizes.popleft()
-        if self._averaged is not None:
-            self._averaged.update()
+        self._batch.finish()
 
     def discard_prefetched(self) -> None:
         """Wait for rows in flight, and drop them."""
-        self._sizes.clear()
+        self._batch.discard()
         if self.sop.exchange is not None:
             self.sop.exchange.discard_prefetched()
 
@@ -236,14 +206,14 @@ class SOPMethod(Method):
 
     def state_dict(self) -> dict[str, Tensor]:
         """What the decision about the onset depends on; with mixup, the position in its random numbers."""
-        return {"onset": self.sop.onset_state()} | ({"steps": self._steps} if self.settings.mixup else {})
+        return {"onset": self.sop.onset_state()} | ({"steps": self._batch.counters[:1]} if self.settings.mixup else {})
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Checkpoints of earlier versions have none: their table always acted."""
         if "onset" in state:
             self.sop.load_onset_state(state["onset"])
         if "steps" in state:
-            self._steps.copy_(state["steps"])
+            self._batch.counters[:1].copy_(state["steps"])
 
     def fingerprint(self) -> dict[str, Any]:
         """The update rule. The layout may change: tables are converted."""

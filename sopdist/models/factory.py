@@ -14,8 +14,18 @@ from torch import nn
 from ..errors import ConfigError
 from .settings import ModelSettings
 
-BUILTIN_MODELS = ("mlp", "small_conv", "resnet34", "preact_resnet18")  # each is `make` in the module of the same name
-MAX_IMAGE_SIZE = {"resnet34": 64, "preact_resnet18": 64}  # pixels; larger images would work, but far too slowly
+BUILTIN_MODELS = (
+    "mlp",
+    "small_conv",
+    "cnn9",
+    "resnet34",
+    "preact_resnet18",
+)  # each is `make` in the module of the same name
+MAX_IMAGE_SIZE = {
+    "cnn9": 64,
+    "resnet34": 64,
+    "preact_resnet18": 64,
+}  # pixels; larger images would work, but far too slowly
 TIMM_PREFIX = "timm:"  # selects timm's model if there is a built-in model of the same name
 
 

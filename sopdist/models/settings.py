@@ -11,7 +11,7 @@ from ..errors import ConfigError
 class ModelSettings:
     """The network."""
 
-    name: str  # built-in: mlp, small_conv, resnet34, preact_resnet18; or any timm model (timm:NAME if both exist)
+    name: str  # built-in: mlp, small_conv, cnn9, resnet34, preact_resnet18; or any timm model (timm:NAME if both exist)
     pretrained: bool = False  # start from timm's pretrained weights, which are downloaded once
     weights: str = ""  # start from a local file instead: .safetensors, or a .pth of plain tensors
     drop_rate: float = 0.0  # dropout before the classifier, for timm models

@@ -71,16 +71,18 @@ class Config:
         find_recipe(self.data.recipe)
         method = make_method(self.method)
         setting = method.full_weights_setting()
-        if setting and self.engine.zero == 3:
+        average = f"train.ema = {self.train.ema}" if self.train.ema else ""
+        wants = f"method.{setting} = {getattr(self.method, setting)}" if setting else average
+        if wants and self.engine.zero == 3:
             raise ConfigError(
-                f"method.{setting}: needs full weights on every rank and cannot be combined with engine.zero = 3; "
+                f"{wants}: needs full weights on every rank and cannot be combined with engine.zero = 3; "
                 "use engine.zero = 2 or less"
             )
         setting = method.full_batch_setting()
         if setting and self.train.accumulate > 1:
             raise ConfigError(
-                f"method.{setting}: needs the full batch in one pass and cannot be combined with train.accumulate > 1; "
-                "set one of them to its default"
+                f"method.{setting} = {getattr(self.method, setting)}: needs the full batch in one pass and cannot be "
+                "combined with train.accumulate > 1; set one of them to its default"
             )
 
 
@@ -91,7 +93,7 @@ def find_config(name: str) -> Path:
         for candidate in names:
             if (folder / candidate).is_file():
                 return folder / candidate
-    known = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
+    known = sorted(path.relative_to(CONFIGS).with_suffix("").as_posix() for path in CONFIGS.rglob("*.yaml"))
     raise ConfigError(f"--cfg {name}: no such file, and no such name in configs/, which has {', '.join(known)}")
 
 
@@ -114,6 +116,7 @@ def read_config(path: Path, overrides: Sequence[str] = (), note: Note = _logger.
     def upgraded(tree: dict[Any, Any]) -> dict[Any, Any]:
         if _OLD in tree:
             note(f"{path}: the section `{_OLD}:` has been renamed to `{_NEW}:`; please update the file")
+        tree = _with_moved_ema(tree, path, note)
         names = [override.partition("=")[2] for override in current if override.startswith(f"{_NEW}.name=")]
         return upgrade(tree, names)
 
@@ -137,6 +140,16 @@ def upgrade(tree: dict[Any, Any], names: Sequence[str] = ()) -> dict[Any, Any]:
         foreign = set().union(*keys.values()) - own
         section = {key: value for key, value in section.items() if key not in foreign}
     return {_NEW if key == _OLD else key: section if key == _OLD else value for key, value in tree.items()}
+
+
+def _with_moved_ema(tree: dict[Any, Any], path: Path, note: Note) -> dict[Any, Any]:
+    """`method.ema` of SOP became `train.ema`, for all methods. ELR+ has an average of its own."""
+    section = tree.get(_NEW)
+    if not isinstance(section, dict) or section.get("name", DEFAULT) != DEFAULT or "ema" not in section:
+        return tree
+    note(f"{path}: `method.ema` has moved to `train.ema`; please update the file")
+    kept = {key: value for key, value in section.items() if key != "ema"}
+    return {**tree, _NEW: kept, "train": {"ema": section["ema"], **(tree.get("train") or {})}}
 
 
 def _current_key(override: str, note: Note) -> str:

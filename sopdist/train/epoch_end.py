@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 from .evaluate import evaluate
@@ -27,7 +28,7 @@ def end_epoch(
     if last and not progress.nonfinite_streak:
         # Before the checkpoint, from which a resumed run would conclude that it is finished.
         saver.wait()  # on a full disk, the remains of a failed save take up space that is needed
-        progress.network_lost = not saver.save_network(LAST)
+        progress.network_lost = not saver.save_last()
     elif last:
         progress.network_lost = True
     every = 1 if progress.nonfinite_streak else config.checkpoint.every  # `save` then warns that nothing is saved
@@ -38,7 +39,7 @@ def end_epoch(
 def keep_last(session: Session, progress: Progress, saver: Saver) -> None:
     """Write the last network if it is missing: the run was finished before, but its disk was full. Collective."""
     if not progress.network_lost and not session.world.on_rank0(lambda: (session.folder / LAST).exists()):
-        progress.network_lost = not saver.save_network(LAST)
+        progress.network_lost = not saver.save_last()
 
 
 def _evaluate(session: Session, progress: Progress, reporter: Reporter, epoch: int) -> float:
@@ -46,9 +47,14 @@ def _evaluate(session: Session, progress: Progress, reporter: Reporter, epoch: i
     session.engine.eval()
     predict = partial(session.method.predict, session.engine.forward)
     metrics: dict[str, float] = {}
-    for name, stream in session.evaluations.items():
-        found = evaluate(predict, stream, session.world)
-        metrics |= {f"{name}/{key}": value for key, value in found.items()}
+    weights_of: list[tuple[str, AbstractContextManager[None]]] = [("", nullcontext())]
+    if session.average is not None:
+        weights_of.append(("_ema", session.average.in_use()))
+    for suffix, weights in weights_of:
+        with weights:
+            for name, stream in session.evaluations.items():
+                found = evaluate(predict, stream, session.world)
+                metrics |= {f"{name}{suffix}/{key}": value for key, value in found.items()}
     session.engine.train()
     score = metrics.get(f"{session.config.evaluate.best or 'val'}/top1", -1.0)
     best = {"best": max(score, progress.best)} if score >= 0 else {}

@@ -36,7 +36,7 @@ def open_evaluations(
     streams: dict[str, Stream] = {}
     try:
         for name, split in settings.splits.items():
-            wanted = replace(data_of_split(data, split), labels=settings.labels, balanced_per_epoch=0)
+            wanted = replace(data_of_split(data, split), labels=settings.labels_of(name), balanced_per_epoch=0)
             streams[name] = Stream(wanted, batch, rank=world.rank, world_size=world.size, train=False)
             found = streams[name].split.manifest.classes
             if len(found) != len(classes):

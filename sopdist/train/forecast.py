@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from ..data.plan import rank_columns
 from ..errors import ConfigError
-from ..methods import Cost, Method, Outlook
+from ..methods import Cost, Method, Outlook, make_method
 from .config import Config
 from .distributed.accelerator import resolve_kind
 from .optim import learning_rate
@@ -122,9 +122,10 @@ class Engine:
 def steps_of(config: Config, data: DataSizes) -> Steps:
     """Optimizer steps per epoch and of the run."""
     train = config.train
-    epoch = -(-data.epoch_samples // train.batch)
+    leading = make_method(config.method).batch_layout(train.batch).leading
+    epoch = -(-data.epoch_samples // leading)
     total = min(epoch * train.epochs, train.max_steps or epoch * train.epochs)
-    return Steps(epoch, total, total / epoch, data.epoch_samples - (epoch - 1) * train.batch)
+    return Steps(epoch, total, total / epoch, data.epoch_samples - (epoch - 1) * leading)
 
 
 def check_ranks(config: Config, ranks: int) -> None:

@@ -16,7 +16,7 @@ import torch
 from .distributed.stop_requests import PreemptedError
 from .epoch_end import end_epoch
 from .nonfinite import NonFiniteGuard
-from .optim import learning_rate
+from .optim import betas, learning_rate
 from .progress import Progress
 from .record.reporter import Reporter
 from .saving.saver import Saver
@@ -47,19 +47,23 @@ def train(session: Session, progress: Progress, reporter: Reporter, saver: Saver
             break
         signals, save = Signals(0, 0, 0, 0), False
         engine.train()
-        first = epoch * steps  # every epoch counts as `steps` steps, also one over a subset, which has fewer
+        first = epoch * steps  # every epoch counts as `steps` steps, also one over fewer samples
+        stage_first, stage_last = (at * steps for at in session.stage(epoch))
         start = progress.step - first
         if start == 0:
-            method.between_epochs(epoch, session.predictions)
-        subset = method.subset(epoch)
-        plan = stream.plan(epoch, subset)
+            method.between_epochs(epoch, session.between_epochs)
+        method.begin_epoch(epoch)
+        parts = method.parts(epoch)
+        plan = stream.plan(epoch, parts)
         stop = min(plan.steps, total_steps - first)
         method.prefetch(plan.batches[start])  # (steps, batch): every rank knows the samples of all ranks
-        batches = reporter.clock.timed("data", stream.epoch(epoch, start, subset))
+        batches = reporter.clock.timed("data", stream.epoch(epoch, start, parts))
         for position, batch in zip(range(start, stop), batches, strict=False):
             torch.manual_seed(dropout_seed(config.run.seed, progress.step, world.rank))
-            lr = learning_rate(config.optim, progress.step, steps, total_steps)
-            engine.set_lr(lr)
+            stage_step = progress.step - stage_first
+            lr = learning_rate(config.optim, stage_step, steps, min(total_steps, stage_last) - stage_first)
+            lr *= method.lr_factor(epoch)
+            engine.set_lr(lr, betas(config.optim, stage_step, steps))
             method.set_lr(lr)
             mine = Signals(float(batch.weight.sum()), guard.previous(), *session.requests.now())
             reduced = world.start_sum(mine)
@@ -74,6 +78,8 @@ def train(session: Session, progress: Progress, reporter: Reporter, saver: Saver
                     engine.backward(output.loss * (world.size / max(signals.weight, 1.0)))
             engine.step()
             method.flush()
+            if session.average is not None:
+                session.average.update()
             guard.check(signals.nonfinite)
             progress.step = first + (steps if position + 1 == plan.steps else position + 1)
             reporter.advance()

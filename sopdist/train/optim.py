@@ -27,7 +27,7 @@ def learning_rate(settings: OptimSettings, step: int, steps_per_epoch: int, tota
     """Learning rate of optimizer step `step`, which counts from 0 over all epochs.
 
     During a warm-up of w steps, step t uses (t + 1) / w of the scheduled rate. The schedule itself starts at step 0.
-    With cosine, step `total_steps` would use the final rate.
+    With cosine and linear, step `total_steps` would use the final rate.
     """
     warmup = settings.warmup_epochs * steps_per_epoch
     return _scheduled(settings, step, steps_per_epoch, total_steps) * (min(1.0, (step + 1) / warmup) if warmup else 1.0)
@@ -37,7 +37,27 @@ def _scheduled(settings: OptimSettings, step: int, steps_per_epoch: int, total_s
     if settings.schedule == "multistep":
         passed = bisect_right([round(milestone * steps_per_epoch) for milestone in settings.milestones], step)
         return settings.lr * settings.gamma**passed
-    if settings.schedule == "cosine":
+    if settings.schedule == "constant":
+        return settings.lr
+    if settings.schedule == "restarts":
+        share = math.modf(step / (settings.period * steps_per_epoch))[0]
+    elif settings.schedule == "cosine":
         share = min(1.0, step / total_steps) if total_steps else 1.0
-        return settings.final_lr + (settings.lr - settings.final_lr) * (1 + math.cos(math.pi * share)) / 2
-    return settings.lr
+    else:
+        first = decay_start(settings, steps_per_epoch)
+        left = min(1.0, (total_steps - step) / (total_steps - first)) if total_steps > first else 1.0
+        return settings.final_lr + (settings.lr - settings.final_lr) * left
+    return settings.final_lr + (settings.lr - settings.final_lr) * (1 + math.cos(math.pi * share)) / 2
+
+
+def decay_start(settings: OptimSettings, steps_per_epoch: int) -> int:
+    """The step at which the schedule `linear` begins to fall."""
+    return round(settings.decay_from * steps_per_epoch)
+
+
+def betas(settings: OptimSettings, step: int, steps_per_epoch: int) -> tuple[float, float] | None:
+    """Adam's betas at a step; None if they do not change."""
+    if settings.late_beta1 is None:
+        return None
+    late = step >= decay_start(settings, steps_per_epoch)
+    return (settings.late_beta1 if late else settings.betas[0], settings.betas[1])

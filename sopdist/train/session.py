@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -20,16 +21,17 @@ from ..data.stream import Stream
 from ..errors import ConfigError, DataError
 from ..methods import Method, Setup, make_method
 from ..models import make_model
+from .between_epochs import BetweenEpochs
 from .config import Config
 from .distributed.stop_requests import Requests
 from .distributed.world import World
 from .engine import Engine, make_engine
 from .evaluate import close_all, open_evaluations
 from .optim import make_optimizer
-from .predictions import TrainingPredictions
 from .record.run_folder import find_run, lock_run
 from .saving.fingerprint import fingerprint_of
 from .settings import LogSettings
+from .weight_average import WeightAverage
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,8 @@ class Session:
     evaluations: dict[str, Stream]
     engine: Engine
     method: Method
-    predictions: TrainingPredictions
+    average: WeightAverage | None  # of the weights, if `train.ema` is set
+    between_epochs: BetweenEpochs
     clean_labels: Tensor | None  # (N,) on the device, -1 where unknown, if the split has them
     requests: Requests
     fingerprint: dict[str, Any]  # what must not change on resume
@@ -72,6 +75,15 @@ class Session:
         steps = self.config.train.epochs * self.stream.steps
         return min(steps, self.config.train.max_steps or steps)
 
+    def stage(self, epoch: int) -> tuple[int, int]:
+        """The first epoch of the method's stage that this epoch belongs to, and the one after its last."""
+        first = 0
+        for length in self.method.stages(self.config.train.epochs):
+            if epoch < first + length:
+                return first, first + length
+            first += length
+        raise ValueError(f"epoch {epoch} is in no stage of {self.method.name}")
+
     @property
     def classes(self) -> tuple[str, ...]:
         """The names of the classes."""
@@ -86,7 +98,7 @@ class Session:
     def close(self) -> None:
         """Stop all threads and close all files; sends nothing to other ranks."""
         self.stream.close()
-        self.predictions.close()
+        self.between_epochs.close()
         close_all(self.evaluations)
         self.lock.close()
 
@@ -109,28 +121,37 @@ def open_session(config: Config, world: World, requests: Requests, lock: RunLock
         batch = config.evaluate.batch or config.train.batch
         evaluations = world.on_all_ranks(lambda: open_evaluations(config.evaluate, data, classes, batch, world))
         opened.callback(close_all, evaluations)
-        network = world.on_all_ranks(lambda: _build_network(config, method, len(classes)))
+        make_network = partial(_build_network, config, method, len(classes))
+        network = world.on_all_ranks(lambda: make_network(config.run.seed))
         # The engine and the method communicate with other ranks themselves, so they must not run in `on_all_ranks`,
         # which would leave the others waiting if one failed. They fail in the same way on every rank.
         engine = _make_engine(config, world, network)
         labels, epochs = stream.labels.labels, config.train.epochs
         group, seed = world.new_group(), config.run.seed
-        method.start(Setup(len(stream.split), len(classes), epochs, labels, seed, world.device, group))
-        predictions = TrainingPredictions(data, batch, engine, method, world)
+        sizes = len(stream.split), len(classes), epochs, config.train.batch
+        method.start(Setup(*sizes, labels, seed, world.device, group))
+        average = WeightAverage(engine, config.train.ema) if config.train.ema else None
+        fresh = partial(make_network, _seed_of_fresh_network(config.run.seed))
+        between_epochs = BetweenEpochs(data, batch, stream, engine, average, method, world, fresh)
         clean = world.on_all_ranks(lambda: _clean_labels(stream, config.log.clean, world.device))
         opened.pop_all()
     fingerprint = fingerprint_of(config, stream, method)
-    return Session(config, world, lock, stream, evaluations, engine, method, predictions, clean, requests, fingerprint)
+    return Session(
+        config, world, lock, stream, evaluations, engine, method, average, between_epochs, clean, requests, fingerprint
+    )
 
 
 def _open_stream(config: Config, data: DataSettings, world: World, method: Method) -> Stream:
+    layout = method.batch_layout(config.train.batch)
     stream = Stream(
         data,
         config.train.batch,
         config.run.seed,
         rank=world.rank,
         world_size=world.size,
-        strong=method.second_view(),
+        views=method.views(),
+        leading=layout.leading,
+        widest=layout.widest,
     )
     if stream.steps < 1:
         classes, balanced = len(stream.split.manifest.classes), config.data.balanced_per_epoch
@@ -146,9 +167,14 @@ def data_for_rank(data: DataSettings, world: World) -> DataSettings:
     return replace(data, threads=threads, device=world.device.index if on_gpu else data.device)
 
 
-def _build_network(config: Config, method: Method, classes: int) -> nn.Module:
+def _seed_of_fresh_network(seed: int) -> int:
+    """Of a network with other initial weights than those of `seed`."""
+    return (seed + 2**62) % 2**63
+
+
+def _build_network(config: Config, method: Method, classes: int, seed: int) -> nn.Module:
     recipe = find_recipe(config.data.recipe)
-    torch.manual_seed(config.run.seed)  # the same weights on every rank
+    torch.manual_seed(seed)  # the same weights on every rank
     channels = 1 if recipe.grey else 3
     return method.build_network(lambda: make_model(config.model, channels=channels, size=recipe.size, classes=classes))
 

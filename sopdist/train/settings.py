@@ -33,14 +33,17 @@ class OptimSettings:
     nesterov: bool = False  # sgd
     betas: tuple[float, float] = (0.9, 0.999)  # adamw
     weight_decay: float = 5e-4
-    schedule: Literal["constant", "multistep", "cosine"] = "cosine"  # cosine: decays to final_lr, updated every step
+    schedule: Literal["constant", "multistep", "cosine", "restarts", "linear"] = "cosine"  # of the learning rate
     milestones: tuple[float, ...] = ()  # multistep: epochs after which the rate is multiplied by gamma
     gamma: float = 0.1  # multistep
-    final_lr: float = 0.0  # cosine
+    final_lr: float = 0.0  # cosine, restarts, linear: the rate at the end
+    period: float = 10.0  # restarts: epochs after which the cosine starts again
+    decay_from: float = 0.0  # linear: epochs at the full rate, before it falls to final_lr at the end of the run
+    late_beta1: float | None = None  # adamw with linear: the first of betas from decay_from on; null: unchanged
     warmup_epochs: float = 0.0  # epochs over which the rate rises linearly to that of the schedule
 
     def __post_init__(self) -> None:
-        for name in ("lr", "momentum", "weight_decay", "gamma", "final_lr", "warmup_epochs"):
+        for name in ("lr", "momentum", "weight_decay", "gamma", "final_lr", "warmup_epochs", "decay_from"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ConfigError(f"optim.{name} = {getattr(self, name)}: must be finite and at least 0")
         if self.milestones and self.schedule != "multistep":
@@ -49,6 +52,12 @@ class OptimSettings:
             raise ConfigError("optim.milestones: must be set for optim.schedule = multistep, e.g. [40, 80]")
         if any(late <= early for early, late in zip((0.0, *self.milestones), self.milestones, strict=False)):
             raise ConfigError(f"optim.milestones = {list(self.milestones)}: must be positive and increasing")
+        if not 0 < self.period < float("inf"):
+            raise ConfigError(f"optim.period = {self.period}: must be finite and more than 0")
+        if self.late_beta1 is not None and (self.name != "adamw" or self.schedule != "linear"):
+            raise ConfigError("optim.late_beta1: needs optim.name = adamw and optim.schedule = linear")
+        if self.late_beta1 is not None and not 0 <= self.late_beta1 < 1:
+            raise ConfigError(f"optim.late_beta1 = {self.late_beta1}: must be at least 0 and less than 1")
         if self.nesterov and (self.name != "sgd" or self.momentum == 0):
             raise ConfigError("optim.nesterov: needs sgd with momentum > 0")
 
@@ -61,6 +70,7 @@ class TrainSettings:
     batch: int  # samples per optimizer step over all ranks; results do not depend on the number of ranks
     accumulate: int = 1  # micro-batches per optimizer step on each rank; more need less memory
     clip: float = 0.0  # maximum gradient norm; 0: no clipping
+    ema: float = 0.0  # decay of a moving average of the weights, evaluated and saved too, e.g. 0.999; 0: none
     max_steps: int = 0  # stop after this many optimizer steps; 0: after all epochs
     max_nonfinite_steps: int = 3  # stop, with a dump, after more non-finite losses in a row than this
 
@@ -70,6 +80,8 @@ class TrainSettings:
         ):  # fmt: skip
             if not getattr(self, name) >= minimum:
                 raise ConfigError(f"train.{name} = {getattr(self, name)}: must be at least {minimum}")
+        if not 0 <= self.ema < 1:
+            raise ConfigError(f"train.ema = {self.ema}: must be at least 0 and less than 1")
 
 
 @dataclass(frozen=True)
@@ -100,6 +112,7 @@ class EvaluateSettings:
 
     splits: dict[str, str] = field(default_factory=dict)  # name: split of data.root, or path or URL of another split
     labels: str = "given"  # label set of these splits
+    label_sets: dict[str, str] = field(default_factory=dict)  # name: label set, for splits with another one than that
     every: int = 1  # epochs between evaluations; the last epoch is always evaluated
     best: str = ""  # split whose top-1 selects the best network; empty: val, if it exists
     batch: int = 0  # samples per step over all ranks; 0: train.batch
@@ -107,6 +120,14 @@ class EvaluateSettings:
     def __post_init__(self) -> None:
         if self.every < 1 or self.batch < 0:
             raise ConfigError(f"evaluate.every = {self.every}, evaluate.batch = {self.batch}: must be at least 1 and 0")
+        for name in self.label_sets:
+            if name not in self.splits:
+                known = ", ".join(self.splits) or "none"
+                raise ConfigError(f"evaluate.label_sets.{name}: not one of evaluate.splits, which are {known}")
+
+    def labels_of(self, name: str) -> str:
+        """The label set of a split."""
+        return self.label_sets.get(name, self.labels)
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ def test_unreadable_samples_keep_their_position_and_are_logged(
 ) -> None:
     write_split(tmp_path / "train", damaged(), per_shard=9)
     bad = {4, 9, 21, 30, 40}
-    options = {"max_bad_fraction": 0.2, "max_pixels": 1_000_000, "strong": Policy()}
+    options = {"max_bad_fraction": 0.2, "max_pixels": 1_000_000, "views": (None, Policy())}
     with open_stream(tmp_path / "train", backend, **options) as stream:
         batches = list(stream.epoch(0))
         assert stream.stats().bad == 5
@@ -70,7 +70,7 @@ def test_unreadable_samples_keep_their_position_and_are_logged(
         assert f"shard-{index // 9:06d}.tar, key k/{index}, index {index}" in message
         assert reason in message
     # The other samples are the same as in the intact split.
-    with open_stream(folder, backend, strong=Policy()) as stream:
+    with open_stream(folder, backend, views=(None, Policy())) as stream:
         intact = by_sample(list(stream.epoch(0)))
     assert equal(found, {index: value for index, value in intact.items() if index not in bad})
 
@@ -294,7 +294,7 @@ def test_the_number_of_torch_threads_is_unchanged(folder: Path) -> None:
     found = []
     try:
         torch.set_num_threads(3)
-        with open_stream(folder, strong=Policy()) as stream:
+        with open_stream(folder, views=(None, Policy())) as stream:
             list(stream.epoch(0))
             other = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
             other.start()

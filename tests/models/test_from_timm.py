@@ -54,7 +54,7 @@ def test_a_transformer_is_built_for_the_size_of_the_images() -> None:
         ("resnte50", r"model\.name = 'resnte50': no built-in or timm model .* did you mean resnet50"),
         ("smallconv", r"did you mean small_conv"),
         ("timm:mlp", r"model\.name = 'timm:mlp': no built-in or timm model"),
-        ("qqqqqq", r"built-in models: mlp, small_conv, resnet34, preact_resnet18"),
+        ("qqqqqq", r"built-in models: mlp, small_conv, cnn9, resnet34, preact_resnet18"),
         ("resnet50.nowhere", r"model\.name = 'resnet50\.nowhere': timm cannot build it .*\(.*nowhere"),
         ("nowhere:resnet50", r"model\.name = 'nowhere:resnet50': timm cannot build it"),
     ],
@@ -68,7 +68,7 @@ def test_without_timm_the_error_says_how_to_install_it(monkeypatch: pytest.Monke
     monkeypatch.setitem(sys.modules, "timm", None)  # as if it were not installed
     with pytest.raises(ConfigError) as error:
         make("resnet50")
-    assert "model.name = 'resnet50': not a built-in model (mlp, small_conv, resnet34, preact_resnet18)" in str(
+    assert "model.name = 'resnet50': not a built-in model (mlp, small_conv, cnn9, resnet34, preact_resnet18)" in str(
         error.value
     )
     assert "and timm cannot be imported (ModuleNotFoundError: " in str(error.value)

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from sopdist.data.batch import Batch
+from sopdist.data.parts import Part
 from sopdist.data.plan import parts_of_ranks
 from sopdist.methods import METHODS
 from sopdist.methods.method import (
@@ -29,11 +30,11 @@ from sopdist.methods.method import (
     Forward,
     Method,
     MethodSettings,
-    Predictions,
     Readout,
     Setup,
     StepOutput,
     TableCost,
+    Trainer,
 )
 from sopdist.sample_table import Exchange, ExchangeStats, SampleTable
 from tests.support.mean_table import MeanTable, visit
@@ -93,16 +94,16 @@ class PairMethod(Method):
         self.mean_loss = torch.zeros(1)  # over the epochs so far, forgetting
         self.kept = torch.ones(setup.samples, dtype=torch.uint8)
 
-    def between_epochs(self, epoch: int, predictions: Predictions) -> None:
+    def between_epochs(self, epoch: int, trainer: Trainer) -> None:
         """From the second epoch on, leave out the fifth of the samples with the largest loss."""
         if epoch:
-            losses = predictions(lambda logits, labels: F.cross_entropy(logits, labels, reduction="none")).cpu()
+            losses = trainer.predictions(lambda logits, labels: F.cross_entropy(logits, labels, reduction="none")).cpu()
             self.mean_loss.mul_(0.5).add_(0.5 * losses.mean())
             self.kept.fill_(1)[losses.sort(stable=True).indices[-(len(losses) // LEFT_OUT) :]] = 0
 
-    def subset(self, epoch: int) -> NDArray[np.int64] | None:
+    def parts(self, epoch: int) -> tuple[Part, ...]:
         """The samples that are kept."""
-        return self.kept.nonzero()[:, 0].numpy() if epoch else None
+        return (Part(self.kept.nonzero()[:, 0].numpy() if epoch else None),)
 
     def prefetch(self, batch: NDArray[np.integer[Any]]) -> None:
         """Send rows ahead."""

@@ -54,12 +54,12 @@ def train_plain_loop(digits: Path, *, seed: int = SEED, nudge: int | None = None
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=MOMENTUM, weight_decay=DECAY)
     data = DataSettings(str(digits), "digits", split="train", labels="sym-0.4-seed0", threads=1)
     losses, samples = [], []
-    with Stream(data, BATCH, seed, strong=Policy() if plus.get("consistency") else None) as stream:
+    with Stream(data, BATCH, seed, views=(None, Policy()) if plus.get("consistency") else (None,)) as stream:
         sop = SOP(len(stream.split), 10, visits=VISITS, onset="always", seed=seed, **plus)
         batches = (batch for epoch in range(EPOCHS) for batch in stream.epoch(epoch))
         for step, batch in zip(range(STEPS), batches, strict=False):
             real = batch.weight > 0
-            views = [view[real] for view in (batch.images, batch.images2) if view is not None]
+            views = [view[real] for view in (batch.images, *batch.other_views)]
             logits = model(torch.cat(views)).tensor_split(len(views))
             loss = sop(logits[0], batch.labels[real], batch.index[real], logits2=logits[1] if len(views) > 1 else None)
             optimizer.param_groups[0]["lr"] = RATE * (1 + math.cos(math.pi * step / STEPS)) / 2

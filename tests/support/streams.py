@@ -51,7 +51,7 @@ def pictures() -> list[Member]:
 
 
 def open_stream(folder: Path, backend: str = "cpu", recipe: str = "imagenet", **options: Any) -> Stream:
-    stream_options = {"rank", "world_size", "train", "strong", "seed", "global_batch"}
+    stream_options = {"rank", "world_size", "train", "views", "seed", "global_batch"}
     data_options = {name: options.pop(name) for name in list(options) if name not in stream_options}
     settings = DataSettings(str(folder), recipe, backend=backend, **{"threads": 2, **data_options})
     return Stream(settings, options.pop("global_batch", BATCH), options.pop("seed", 1), **options)
@@ -64,7 +64,7 @@ def by_sample(batches: list[Batch]) -> dict[int, tuple[Tensor, ...]]:
         for position in torch.nonzero(batch.weight).flatten().tolist():
             index = int(batch.index[position])
             assert index not in found, f"sample {index} twice"
-            images = [batch.images[position]] + ([] if batch.images2 is None else [batch.images2[position]])
+            images = [view[position] for view in (batch.images, *batch.other_views)]
             found[index] = (*images, batch.labels[position])
     return found
 

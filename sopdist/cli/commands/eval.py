@@ -39,7 +39,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", type=Path, metavar="RUN_OR_CHECKPOINT", help="folder of a run or a checkpoint")
     about = "split to evaluate on; may be given several times (default: the splits of the run's config)"
     parser.add_argument("--split", action="append", default=[], metavar="[NAME=]SPLIT", help=about)
-    parser.add_argument("--which", choices=("best", "last"), help="network of the run (default: best if there is one)")
+    parser.add_argument(
+        "--which",
+        choices=("best", "last", "ema"),
+        help="network of the run (default: best if there is one); ema: the average of its weights",
+    )
     parser.add_argument("--labels", metavar="SET", help="label set of the splits (default: evaluate.labels of the run)")
     parser.add_argument("--root", metavar="FOLDER", help="folder of the shards, if the run's data.root has moved")
     parser.add_argument("--batch", type=integer(1), metavar="N", help="batch size (default: as in the run)")
@@ -101,10 +105,13 @@ def _config(args: argparse.Namespace, folder: Path) -> Config:
         """The notes ask to edit the file, but this is the record of a run, and every rank reads it."""
 
     config = read_config(folder / CONFIG, [f"data.root={args.root}"] if args.root else [], note=ignore)
+    splits = named_splits(args.split) or config.evaluate.splits
+    label_sets = {} if args.labels else config.evaluate.label_sets
     evaluate = replace(
         config.evaluate,
-        splits=named_splits(args.split) or config.evaluate.splits,
+        splits=splits,
         labels=args.labels or config.evaluate.labels,
+        label_sets={name: labels for name, labels in label_sets.items() if name in splits},
         batch=args.batch or config.evaluate.batch or config.train.batch,
     )
     if not evaluate.splits:
@@ -141,17 +148,19 @@ def find_network(path: Path, which: str | None) -> tuple[Path, Path]:
     """The run's folder and its network: `path` if it is a checkpoint, else the file of the best or last network."""
     from ...checkpoint.folder import is_complete
     from ...train.record.run_folder import CONFIG
-    from ...train.saving.saver import BEST, LAST
+    from ...train.saving.saver import BEST, LAST, LAST_AVERAGE
 
     if is_complete(path):
         return path.parent.parent, path
     if not (path / CONFIG).is_file():
         raise DataError(f"{path}: neither a run nor a complete checkpoint")
-    for name in {"best": (BEST,), "last": (LAST,), None: (BEST, LAST)}[which]:
+    for name in {"best": (BEST,), "last": (LAST,), "ema": (LAST_AVERAGE,), None: (BEST, LAST)}[which]:
         if (path / name).is_file():
             return path, path / name
     if which == "best" and (path / LAST).is_file():
         raise DataError(f"{path}: has no {BEST}, because no split was named to select it; --which last uses {LAST}")
+    if which == "ema" and (path / LAST).is_file():
+        raise DataError(f"{path}: has no {LAST_AVERAGE}, because it was trained without train.ema")
     raise DataError(f"{path}: has no {LAST} yet; name one of its checkpoints, or let the run finish")
 
 

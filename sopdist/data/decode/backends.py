@@ -5,17 +5,14 @@ from __future__ import annotations
 import torch
 
 from ...errors import DataError
-from ..augment.policy import Policy
 from ..augment.recipes import Recipe
 from ..settings import DataSettings
 from ..split import Split
 from .cpu import CpuDecoder
-from .request import Decoder
+from .request import Decoder, Views
 
 
-def open_decoder(
-    split: Split, recipe: Recipe, strong: Policy | None, settings: DataSettings, *, batch: int, views: int
-) -> Decoder:
+def open_decoder(split: Split, recipe: Recipe, views: Views, settings: DataSettings, *, batch: int) -> Decoder:
     """Open the decoder selected by `data.backend` and `data.device`, for batches of at most `batch` samples."""
     backend = settings.backend
     if backend == "auto":
@@ -27,9 +24,7 @@ def open_decoder(
         )
     threads = settings.usable_threads()
     if backend == "cpu":
-        return CpuDecoder(split, recipe, strong, threads, settings.max_pixels)
+        return CpuDecoder(split, recipe, views, threads, settings.max_pixels)
     from .dali import DaliDecoder
 
-    return DaliDecoder(
-        split, recipe, strong, threads, settings.max_pixels, batch=batch, views=views, device=settings.device
-    )
+    return DaliDecoder(split, recipe, views, threads, settings.max_pixels, batch=batch, device=settings.device)

@@ -10,13 +10,12 @@ import torch
 from numpy.typing import NDArray
 
 from ...errors import ImageError
-from ..augment.policy import Policy
 from ..augment.recipes import Recipe
 from ..split import Split
 from .buffers import BufferPool
 from .images import decode_image
 from .pixels import Normalizer, Pixels, crop
-from .request import BadSample, Decoded, Encoded, Request, bad_sample, choose_boxes, read_sample
+from .request import BadSample, Decoded, Encoded, Request, Views, bad_sample, choose_boxes, read_sample
 from .strong import strong_view
 from .workers import Task, Workers
 
@@ -29,10 +28,10 @@ View = NDArray[np.float32]  # (B, size, size, 3)
 class CpuDecoder:
     """See `request.Decoder`."""
 
-    def __init__(self, split: Split, recipe: Recipe, strong: Policy | None, threads: int, max_pixels: int) -> None:
+    def __init__(self, split: Split, recipe: Recipe, views: Views, threads: int, max_pixels: int) -> None:
         self._split = split
         self._recipe = recipe
-        self._strong = strong
+        self._policies = {view: policy for view, policy in enumerate(views) if policy is not None}
         self._max_pixels = max_pixels
         self._normalize = Normalizer(recipe.mean, recipe.std)
         self._workers = Workers(threads, "sopdist-decode")
@@ -94,10 +93,11 @@ class CpuDecoder:
                 continue
             for view, (box, mirror) in enumerate(boxes):
                 crop(pixels, box[i], bool(mirror[i]), crops[view, position - chunk.start])
-            self._normalize(crops[0, position - chunk.start], views[0][position])
-        if self._strong is not None and request.draws is not None:
-            strong = crops[1, : chunk.stop - chunk.start]
-            strong_view(strong, request.draws[chunk], self._strong, self._normalize, views[1][chunk])
+                if view not in request.draws:
+                    self._normalize(crops[view, position - chunk.start], views[view][position])
+        for view, draws in request.draws.items():
+            pixels = crops[view, : chunk.stop - chunk.start]
+            strong_view(pixels, draws[chunk], self._policies[view], self._normalize, views[view][chunk])
         for position in bad:
             for target in views:
                 target[position] = 0

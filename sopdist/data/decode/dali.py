@@ -31,7 +31,7 @@ from .buffers import BufferPool
 from .dali_pipeline import BLACK, Pipeline, build_pipeline, feed, ppm
 from .images import decode_image
 from .pixels import Normalizer
-from .request import BadSample, Decoded, Encoded, Request, bad_sample, choose_boxes, read_sample
+from .request import BadSample, Decoded, Encoded, Request, Views, bad_sample, choose_boxes, read_sample
 from .strong import strong_view
 from .workers import Task, Workers
 
@@ -57,19 +57,19 @@ class DaliDecoder:
         self,
         split: Split,
         recipe: Recipe,
-        strong: Policy | None,
+        views: Views,
         threads: int,
         max_pixels: int,
         *,
         batch: int,
-        views: int,
         device: int | None,
     ) -> None:
-        self._split, self._recipe, self._strong, self._max_pixels = split, recipe, strong, max_pixels
-        self._batch, self._views, self._threads, self._device = batch, views, threads, device
+        self._split, self._recipe, self._max_pixels = split, recipe, max_pixels
+        self._policies = {view: policy for view, policy in enumerate(views) if policy is not None}
+        self._batch, self._views, self._threads, self._device = batch, len(views), threads, device
         self._normalize = Normalizer(recipe.mean, recipe.std)
         self._readers = Workers(threads, "sopdist-read")
-        self._policy_workers = None if strong is None or device is not None else Workers(threads, "sopdist-policy")
+        self._policy_workers = None if not self._policies or device is not None else Workers(threads, "sopdist-policy")
         self._refused: set[int] = set()  # samples that DALI failed on; from then on it gets them as PPM
         self._in_sync = True  # whether our queues match DALI's
         self._buffers = BufferPool()
@@ -142,7 +142,8 @@ class DaliDecoder:
         self._in_sync = in_sync
 
     def _build(self) -> Pipeline:
-        return build_pipeline(self._recipe, self._batch, self._views, self._threads, _DEPTH, self._device)
+        strong = [view in self._policies for view in range(self._views)]
+        return build_pipeline(self._recipe, self._batch, strong, self._threads, _DEPTH, self._device)
 
     def _read(self, index: NDArray[np.int64]) -> list[Encoded | BadSample]:
         samples = (read_sample(self._split, int(i), self._max_pixels) for i in index)
@@ -196,23 +197,22 @@ class DaliDecoder:
         return tensors
 
     def _decoded(self, pending: _Pending, views: list[Tensor]) -> Decoded:
-        if self._strong is not None and pending.request.draws is not None:
-            views[1] = self._make_strong(views[1], pending.request.draws)
+        for number, draws in pending.request.draws.items():
+            views[number] = self._make_strong(views[number], draws, self._policies[number])
         for position in pending.bad:
             for view in views:
                 view[position] = 0
         return Decoded([view.permute(0, 3, 1, 2) for view in views], pending.bad)  # (B, S, S, 3) -> (B, 3, S, S)
 
-    def _make_strong(self, pixels: Tensor, draws: NDArray[np.float64]) -> Tensor:
+    def _make_strong(self, pixels: Tensor, draws: NDArray[np.float64], policy: Policy) -> Tensor:
         """Make the strong view from pixels: in one call on a GPU, in chunks by several threads on the CPU."""
-        assert self._strong is not None
         if self._policy_workers is None:
-            return self._normalize.tensor(apply_policy(pixels, torch.from_numpy(draws), self._strong))
+            return self._normalize.tensor(apply_policy(pixels, torch.from_numpy(draws), policy))
         view = self._buffers.take(tuple(pixels.shape), np.float32)
         chunks = (slice(start, start + _CHUNK) for start in range(0, len(pixels), _CHUNK))
-        array, strong, normalize = pixels.numpy(), self._strong, self._normalize
+        array, normalize = pixels.numpy(), self._normalize
         for task in [
-            self._policy_workers.submit(strong_view, array[c], draws[c], strong, normalize, view[c]) for c in chunks
+            self._policy_workers.submit(strong_view, array[c], draws[c], policy, normalize, view[c]) for c in chunks
         ]:
             task.result()
         return torch.from_numpy(view)

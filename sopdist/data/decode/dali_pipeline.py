@@ -7,6 +7,7 @@ hardware yet.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -21,15 +22,18 @@ BLACK = np.zeros((1, 1, 3), np.uint8)  # the smallest image
 Pipeline = Any  # nvidia.dali.Pipeline, which is untyped
 
 
-def build_pipeline(recipe: Recipe, batch: int, views: int, threads: int, depth: int, device: int | None) -> Pipeline:
+def build_pipeline(
+    recipe: Recipe, batch: int, strong: Sequence[bool], threads: int, depth: int, device: int | None
+) -> Pipeline:
     """Build a pipeline whose inputs are set by `feed` and whose outputs are the views, (B, S, S, 3).
 
-    The first view is normalised float32. The second view, if any, is uint8, as input of the policy.
+    A view is normalised float32 or, if it is to become a strong one, uint8, as input of the policy.
     """
     try:
         from nvidia.dali import fn, pipeline_def, types
     except ImportError as error:
         raise DataError(f"data.backend = dali: DALI cannot be imported ({error}); use backend cpu") from None
+    views = len(strong)
     decode_on, work_on = ("cpu", "cpu") if device is None else ("mixed", "gpu")
 
     @pipeline_def(
@@ -61,7 +65,7 @@ def build_pipeline(recipe: Recipe, batch: int, views: int, threads: int, depth: 
                     normalized_shape=False, device=decode_on, output_type=types.RGB, adjust_orientation=False,
                 )  # fmt: skip
             part = fn.resize(part, size=(recipe.size, recipe.size), interp_type=types.INTERP_LINEAR, antialias=True)
-            if view == 0:
+            if not strong[view]:
                 outputs.append(
                     fn.crop_mirror_normalize(
                         part,

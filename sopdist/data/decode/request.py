@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -11,9 +11,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...errors import DataError, StoreError
+from ..augment.policy import Policy
 from ..augment.recipes import Boxes, Recipe
 from ..headers import ImageHeader, read_header
 from ..split import Split
+
+Views = Sequence[Policy | None]  # of every training image: weak (None) or strong
 
 
 @dataclass(frozen=True)
@@ -22,7 +25,7 @@ class Request:
 
     index: NDArray[np.int64]  # (B,)
     uniforms: tuple[NDArray[np.float64], ...]  # (B, 24) for each view; empty: the single view of an evaluation
-    draws: NDArray[np.float64] | None = None  # (B, POLICY_DRAWS): for the strong view, which is the second
+    draws: Mapping[int, NDArray[np.float64]] = field(default_factory=dict)  # (B, POLICY_DRAWS) for each strong view
 
     @property
     def views(self) -> int:

@@ -83,10 +83,12 @@ class Engine(ABC):
         """Norm of the last step's gradient before clipping, None if it was not computed. Waits for the device."""
         return None if self._norm is None else float(self._norm)
 
-    def set_lr(self, lr: float) -> None:
-        """Set the learning rate of every parameter group."""
+    def set_lr(self, lr: float, betas: tuple[float, float] | None = None) -> None:
+        """Set the learning rate of every parameter group, and Adam's betas."""
         for group in self._optimizer.param_groups:
             group["lr"] = lr
+            if betas is not None:
+                group["betas"] = betas
 
     def train(self) -> None:
         """Switch to training mode: batch statistics, dropout."""
@@ -118,6 +120,11 @@ class Engine(ABC):
         Collective. Between two calls each rank follows its own samples.
         """
         buffers = self.statistics()
+        self.average_over_ranks(buffers)
+        self._last_finite = {name: buffer.clone() for name, buffer in buffers.items()}
+
+    def average_over_ranks(self, buffers: Mapping[str, Tensor]) -> None:
+        """Set buffers, in place, to their mean over all ranks. Collective."""
         if self.world.size > 1 and buffers:
             # In float64, so that the mean of equal values is exactly that value: averaging twice changes nothing.
             flat = torch.cat([buffer.flatten().double() for buffer in buffers.values()])
@@ -125,7 +132,6 @@ class Engine(ABC):
             parts = (flat / self.world.size).split([buffer.numel() for buffer in buffers.values()])
             for buffer, mean in zip(buffers.values(), parts, strict=True):
                 buffer.copy_(mean.view_as(buffer))
-        self._last_finite = {name: buffer.clone() for name, buffer in buffers.items()}
 
     def repair_statistics(self) -> None:
         """Reset running batch statistics that are infinite or NaN to their last average over the ranks.

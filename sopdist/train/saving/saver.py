@@ -2,6 +2,7 @@
 
     RUN/checkpoints/step-00001234/                          see sopdist.checkpoint
     RUN/network-best.safetensors, network-last.safetensors  the network alone
+    RUN/network-last-ema.safetensors                        the moving average of its weights, with train.ema
 
 A rank copies its share when a save starts, and keeps training while the copy is written. Random state is not saved:
 order, augmentation, dropout and the initial tables are functions of the seed, the step and the sample.
@@ -36,6 +37,7 @@ from ..session import Session
 from .sections import Content, sections_of
 
 BEST, LAST = "network-best.safetensors", "network-last.safetensors"
+LAST_AVERAGE = "network-last-ema.safetensors"
 _logger = logging.getLogger("sopdist.train")
 
 
@@ -113,6 +115,15 @@ class Saver:
                 with suppress(OSError):
                     remove(self._folder)  # on a full disk, the next save needs the space
             return False
+
+    def save_last(self) -> bool:
+        """Write the network after the last step, and the average of its weights if there is one. False if it failed."""
+        if not self.save_network(LAST):
+            return False
+        if self._session.average is None:
+            return True
+        with self._session.average.in_use():
+            return self.save_network(LAST_AVERAGE)
 
     def save_network(self, name: str) -> bool:
         """Write only the network, for `sopdist eval` and for use elsewhere. Collective. False if that failed."""

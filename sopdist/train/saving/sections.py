@@ -2,6 +2,7 @@
 
 | section                                                     | owner    |
 | network, optimizer, statistics, last_finite_statistics      | engine   |
+| average                                                     | average  |
 | tables, method                                              | method   |
 | step_metrics                                                | reporter |
 | step, best, ... in checkpoint.json                          | progress |
@@ -26,6 +27,7 @@ from ..engine import Engine
 from ..progress import Progress
 from ..record.reporter import Reporter
 from ..session import Session
+from ..weight_average import WeightAverage
 
 _logger = logging.getLogger("sopdist.train")
 
@@ -80,6 +82,37 @@ class EngineSection:
         except DataError as error:
             raise CollectiveError(f"{saved.folder}: {error}") from None
         engine.load_loss_scale(saved.index.about.get("loss_scale", {}))
+
+
+class AverageSection:
+    """The moving average of the weights."""
+
+    def __init__(self, average: WeightAverage, world: World) -> None:
+        self._average, self._world = average, world
+
+    def save(self) -> Content:
+        """The weights, which are identical on every rank, and this rank's batch statistics."""
+        rank, average = self._world.rank, self._average
+        own = {
+            names.statistics(rank, names.AVERAGE + name): Fragment.full(value)
+            for name, value in average.statistics.items()
+        }
+        return Content({names.AVERAGE + name: value for name, value in average.weights.items()}, own)
+
+    def load(self, saved: Checkpoint) -> None:
+        """If the checkpoint has none, the average starts from the weights that were loaded."""
+        self._world.on_all_ranks(lambda: self._load(saved))
+
+    def _load(self, saved: Checkpoint) -> None:
+        weights = saved.section(names.AVERAGE)
+        if not weights:
+            self._average.reset()
+            return
+        own_rank = self._world.rank if saved.ranks == self._world.size else None
+        try:
+            self._average.load(weights, saved.average_statistics(own_rank))
+        except (ValueError, RuntimeError) as error:
+            raise DataError(f"{saved.folder}: {error}") from None
 
 
 class MethodSection:
@@ -175,6 +208,7 @@ def sections_of(
     world = session.world
     return (
         EngineSection(session.engine, world, load_optimizer=load_optimizer),
+        *([] if session.average is None else [AverageSection(session.average, world)]),
         MethodSection(session.method, world, same_method=same_method),
         ReporterSection(reporter, world),
         ProgressSection(progress, same_run=same_run),
