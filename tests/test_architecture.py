@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "sopdist"
 
 # Who must not import whom: packages or modules of sopdist, by prefix.
-TOP = ("cli.commands", "demo", "bench", "doctor", "theory")
+TOP = ("cli.commands", "compare", "demo", "bench", "doctor", "theory")
 FORBIDDEN = {
     "errors": ("",),  # imports nobody
     "data": ("models", "methods", "noise", "sample_table", "train", "checkpoint", "export", "cli", *TOP),
@@ -25,10 +25,12 @@ FORBIDDEN = {
     "checkpoint": ("data", "models", "methods", "noise", "train", "export", "cli", *TOP),
     "train": ("export", "noise", *TOP),
     "export": ("train", *TOP),
+    "compare": ("noise", "sample_table", "models", "checkpoint", "export", "demo", "bench", "doctor"),
     "config": ("data", "models", "methods", "noise", "sample_table", "train", "checkpoint", "export", "cli", *TOP),
 }
 # Programs about particular methods may name them; everybody else asks `methods`.
-MAY_NAME_METHODS = ("methods", "noise", "demo", "bench", "theory")
+# The time of a training is compared with that of cross-entropy.
+MAY_NAME_METHODS = ("methods", "noise", "demo", "bench", "theory", "compare.results")
 
 
 def modules() -> dict[str, Path]:

@@ -20,10 +20,11 @@ import pytest
 
 import sopdist
 from sopdist.cli import main
-from sopdist.demo.launch import SCRIPT, Launch, _descendants, kill_tree
+from sopdist.demo.launch import SCRIPT, Launch
 from sopdist.demo.prepare import open_folder, prepare_data
 from sopdist.demo.results import SHADES, draw_image, format_comparison, is_finished, read_run
 from sopdist.errors import DataError
+from sopdist.launching import descendants, kill_tree
 from sopdist.train.config import CONFIGS, load
 
 TIMEOUT = 400.0  # seconds for a full demo on a busy machine
@@ -200,9 +201,9 @@ def test_killing_a_launcher_also_kills_descendants_in_other_sessions() -> None:
     outer = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {inner!r}], start_new_session=True)"
     process = subprocess.Popen([sys.executable, "-c", f"{outer}; time.sleep(60)"], start_new_session=True)
     deadline = time.monotonic() + 30
-    while len(_descendants(process.pid)) < 2 and time.monotonic() < deadline:
+    while len(descendants(process.pid)) < 2 and time.monotonic() < deadline:
         time.sleep(0.05)
-    pids = [process.pid, *_descendants(process.pid)]
+    pids = [process.pid, *descendants(process.pid)]
     assert len(pids) == 3
     kill_tree(process)
     assert process.returncode == -signal.SIGKILL
@@ -322,7 +323,7 @@ def test_ctrl_c_and_kill_stop_every_process_of_the_demo(
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.1)
-    pids = _descendants(process.pid)
+    pids = descendants(process.pid)
     assert len(pids) >= 3  # the launcher and two ranks
     process.send_signal(number)
     _, err = process.communicate(timeout=60)

@@ -38,6 +38,7 @@ from tqdm import tqdm
 from .. import SOP, __version__
 from ..cli.arguments import integer
 from ..cli.output import cannot_write, write_json
+from ..cli.tables import markdown
 from ..errors import DataError
 from ..noise import Paper
 from .fashion_mnist_data import CLASSES, DEFAULT_DATA, NOISES, SIDE, Images, generator, make_images, read_split
@@ -181,11 +182,6 @@ def measure(images: Images, method: str, noise: str, seed: int, epochs: int) -> 
         memorised=fraction(predict(network, images.train) == noisy, among=wrong) or 0.0,
         detection=detect(loss, noisy, clean) if isinstance(loss, SOP) else None,
     )
-
-
-def markdown(header: list[str], rows: list[list[str]]) -> str:
-    """A Markdown table."""
-    return "\n".join("| " + " | ".join(row) + " |" for row in (header, ["---"] * len(header), *rows))
 
 
 def percent(values: list[float]) -> str:

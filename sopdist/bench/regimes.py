@@ -27,10 +27,11 @@ from statistics import mean, stdev
 
 from ..cli.arguments import integer
 from ..cli.output import cannot_write, progress_bar
+from ..cli.tables import markdown
 from ..cores import usable_cores
 from ..errors import DataError
 from ..processes import results_of
-from .fashion_mnist import markdown, names_from
+from .fashion_mnist import names_from
 from .fashion_mnist_data import DEFAULT_DATA
 from .regimes_data import INSTALL, features, has_feature_network
 from .regimes_figure import plot_results

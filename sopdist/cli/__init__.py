@@ -42,6 +42,7 @@ COMMANDS = {
     "inspect": Entry(".commands.inspect", "summarize a split: classes, image sizes, a contact sheet"),
     "labels": Entry(".commands.labels", "add, generate, list and compare label sets"),
     "train": Entry(".commands.train", "train a network on noisy labels; use launch/train.py for several ranks"),
+    "compare": Entry(".commands.compare", "train several methods with the same seeds, and print one table"),
     "stop": Entry(".commands.stop", "ask a run to save a checkpoint and stop after its next step"),
     "eval": Entry(".commands.eval", "evaluate the network of a run or checkpoint on any splits"),
     "checkpoint": Entry(".commands.checkpoint", "list, show, verify, export and reshard checkpoints"),

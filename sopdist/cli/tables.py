@@ -1,4 +1,4 @@
-"""Text tables for the terminal, as used by all commands."""
+"""Text tables for the terminal and tables in Markdown, as used by all commands."""
 
 from __future__ import annotations
 
@@ -26,3 +26,8 @@ def align(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list[s
         ).rstrip()
         for row in rows
     ]
+
+
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table."""
+    return "\n".join("| " + " | ".join(row) + " |" for row in (header, ["---"] * len(header), *rows))

@@ -5,24 +5,19 @@ The stdout of the launcher and its ranks goes to a log file. Their stderr (progr
 
 from __future__ import annotations
 
-import os
 import shlex
-import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ..errors import DataError
+from ..launching import end_of_log, kill_tree, launch_environ, stop_on_signals
 from ..train.config import CONFIGS, find_config
-from ..train.distributed.launch_env import LAUNCH_VARIABLES, free_port
+from ..train.distributed.launch_env import free_port
 from .results import is_finished
 
 SCRIPT = Path(__file__).parents[2] / "launch" / "train.py"  # exists in the repository, not in an installed package
-_LOG_LINES = 30  # lines of the log to show if a run fails
 
 
 def ranks_and_device(ranks: int) -> tuple[int, str]:
@@ -55,7 +50,7 @@ class Launch:
         command = self.command()
         with log.open("w") as out:
             print(f"$ {shlex.join(command)}", file=out, flush=True)
-            with _stop_on_signals():
+            with stop_on_signals():
                 process = subprocess.Popen(command, stdout=out, env=self._environ(), start_new_session=True)
                 try:
                     code = process.wait()
@@ -63,8 +58,8 @@ class Launch:
                     kill_tree(process)
         # The exit code is unreliable: a killed launcher may return 0, and a rank may fail after the run has finished.
         if not is_finished(self.folder / "runs" / self.method):
-            end = "\n  ".join(log.read_text(errors="replace").splitlines()[-_LOG_LINES:])
-            raise DataError(f"the demo failed: {self.launcher} exited with code {code}; end of {log}:\n  {end}")
+            failed = f"the demo failed: {self.launcher} exited with code {code}"
+            raise DataError(f"{failed}; end of {log}:\n{end_of_log(log)}")
 
     def command(self) -> list[str]:
         """The command line, with every setting that differs from configs/demo.yaml."""
@@ -98,47 +93,8 @@ class Launch:
         ]
 
     def _environ(self) -> dict[str, str]:
-        environ = {name: value for name, value in os.environ.items() if name not in LAUNCH_VARIABLES}
-        environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environ.get('PATH', os.defpath)}"
+        environ = launch_environ()
         environ.setdefault("OMP_NUM_THREADS", "1")  # avoids a long warning of torchrun; each rank sets its own number
         if self.device == "CPU":
             environ["DS_ACCELERATOR"] = "cpu"
         return environ
-
-
-def kill_tree(launcher: subprocess.Popen[Any]) -> None:
-    """Kill a launcher and all of its descendants. A signal to the launcher alone may leave ranks running."""
-    groups = set()
-    for pid in (launcher.pid, *_descendants(launcher.pid)):
-        with suppress(ProcessLookupError):
-            groups.add(os.getpgid(pid))  # torchrun starts each rank in its own session
-    for group in groups - {os.getpgrp()}:
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(group, signal.SIGKILL)
-    launcher.wait()
-
-
-def _descendants(pid: int) -> list[int]:
-    """All descendants of a process; none on systems without /proc, where only the launcher's own group is killed."""
-    children: dict[int, list[int]] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):
-            parent = stat.read_text(errors="replace").rpartition(")")[2].split()[1]
-            children.setdefault(int(parent), []).append(int(stat.parent.name))
-    found, pending = list[int](), [pid]
-    while pending:
-        below = children.get(pending.pop(), [])
-        found += below
-        pending += below
-    return found
-
-
-@contextmanager
-def _stop_on_signals() -> Iterator[None]:
-    """Treat SIGTERM and SIGHUP (`kill`, `timeout`, closed terminal) like Ctrl-C, so that no rank outlives the demo."""
-    before = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

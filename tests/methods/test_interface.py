@@ -153,65 +153,6 @@ def test_a_run_that_continues_with_another_method_starts_without_the_state_of_th
     assert run_config("pair.yaml", ["run.name=first"], resume="auto", allow_change=change) == 0, capsys.readouterr().err
 
 
-# -- the rules for every method ----------------------------------------------------------------------------------------
-
-EVERY_METHOD = {name: [f"method={{name: {name}}}"] for name in METHODS}
-EVERY_METHOD |= {
-    "SOP+": ["method={name: sop, consistency: 0.9, balance: 0.1, visits: 1.5, layout: slots}"],
-    "SOP from the second epoch": ["method={name: sop, onset: 1, visits: 1.5}"],
-    "SOP with automatic onset": ["method={name: sop, onset: auto, layout: slots}"],
-    "SOP+ with mixup": ["method={name: sop, onset: 1, consistency: 0.5, mixup: 0.7}"],
-    "truncated GCE": ["method={name: gce, truncate: 0.3, prune_from: 1, prune_every: 1}"],
-    "ELR, compact": ["method={name: elr, layout: float16}"],
-    "DivideMix on labelled images": ["method={name: dividemix, unlabelled_weight: 0, penalty: true, history: 2}"],
-    "CORES2 with an early sieve": ["method={name: cores2, warmup: 0, ramp_end: 1, sieve_from: 1}"],
-    "CORES2*, then": ["method={name: cores2_star, warmup: 0, ramp_end: 1, sieve_from: 0, sieve_epochs: 1}"],
-    "Co-teaching+ at once": ["method={name: coteaching_plus, warmup: 0, forget: 0.4, double_softmax: true}"],
-    "averaged weights": ["method={name: ce}", "train.ema=0.9"],
-    "pair": ["method={name: pair, agreement: 0.25}"],
-}
-
-
-@pytest.mark.parametrize("method", EVERY_METHOD.values(), ids=EVERY_METHOD)
-def test_every_method_resumes_exactly(method: list[str], workspace: Path) -> None:
-    assert run_config("pair.yaml", ["run.name=whole", *method]) == 0
-    assert run_config("pair.yaml", ["run.name=cut", *method, "train.max_steps=10"]) == 0  # in the second epoch
-    assert run_config("pair.yaml", ["run.name=cut", *method], resume="auto") == 0
-    assert losses(workspace / "runs" / "cut") == losses(workspace / "runs" / "whole")
-    assert_same_end(workspace / "runs" / "whole", workspace / "runs" / "cut")
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("method", EVERY_METHOD.values(), ids=EVERY_METHOD)
-def test_every_method_trains_in_the_same_way_on_any_number_of_ranks(method: list[str], workspace: Path) -> None:
-    """And resumes on another number: the losses of every step, and the rows of its tables, are those of one rank."""
-    where = [f"data.root={workspace / 'shards'}", f"run.folder={workspace / 'runs'}", *method]
-
-    def train(ranks: int, *words: str) -> None:
-        arguments = [str(workspace / "pair.yaml"), *where, *words]
-        ended = launch("torchrun" if ranks > 1 else "python", "tests.support.pair_method", arguments, ranks)
-        assert ended.returncode == 0, ended.stderr[-3000:]
-
-    for ranks in (1, 2, 3):
-        train(ranks, f"run.name=on-{ranks}")
-    train(3, "run.name=cut", "train.max_steps=10")
-    train(2, "run.name=cut", "--resume")
-    one = workspace / "runs" / "on-1"
-    expected = open_checkpoint(complete_checkpoints(one)[-1])
-    for name in ("on-2", "on-3", "cut"):
-        run = workspace / "runs" / name
-        torch.testing.assert_close(losses(run), losses(one), rtol=0, atol=1e-4)
-        found = open_checkpoint(complete_checkpoints(run)[-1])
-        assert found.table_names == expected.table_names
-        for table in found.table_names:
-            rows, wanted = found.table(table), expected.table(table)
-            assert torch.equal(rows.get("visits", torch.empty(0)), wanted.get("visits", torch.empty(0))), name
-            for column in wanted.keys() - {"meta", "visits"}:
-                torch.testing.assert_close(
-                    rows[column], wanted[column], rtol=1e-3, atol=1e-3, equal_nan=True, msg=f"{name}: {column}"
-                )
-
-
 @pytest.mark.long
 def test_a_pair_resumes_exactly_on_two_ranks(workspace: Path) -> None:
     """Every sample is visited once per epoch, and a resumed run ends as the one that was never stopped."""

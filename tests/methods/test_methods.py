@@ -6,12 +6,14 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
-from torch import Tensor
+from torch import nn
 
 from sopdist.config import ConfigError, OneOf, describe
 from sopdist.methods import DEFAULT, METHODS, make_method, settings_of_methods
 from sopdist.methods.ce import CESettings
+from sopdist.methods.pair import PairMethod
 from sopdist.methods.sop import SOPSettings
 from sopdist.train.config import Config, load, read_config, upgrade
 
@@ -54,13 +56,28 @@ def test_a_key_of_another_method_is_an_error_that_says_whose_it_is(tmp_path: Pat
         read_config(write(tmp_path, {"method": "sop"}))
 
 
-@pytest.mark.parametrize(
-    "bad", ["method.name=gce method.q=0", "method.name=gce method.q=1.5", "method.name=sl method.alpha=-1"]
-)
-def test_settings_out_of_range_name_the_key(bad: str, tmp_path: Path) -> None:
-    key = bad.split()[1].split("=")[0]
-    with pytest.raises(ConfigError, match=key.replace(".", r"\.")):
-        read_config(write(tmp_path, {}), bad.split())
+BAD_VALUES = {
+    "gce": ["q=0", "q=1.5", "truncate=-0.1", "truncate=1", "prune_from=-1", "prune_every=0", "holdout=0", "holdout=1"],
+    "sl": ["alpha=-1", "beta=.inf", "log_zero=0"],
+    "forward": ["first_epochs=0", "holdout=0", "holdout=1", "percentile=0", "percentile=100.1"],
+    "mixup": ["alpha=0", "alpha=.inf"],
+    "coteaching": ["forget=-0.1", "forget=1", "ramp=0", "exponent=0", "exponent=.inf"],
+    "coteaching_plus": ["forget=1", "ramp=0", "warmup=-1", "agree_steps=-1"],
+    "elr": ["strength=-1", "strength=.nan", "beta=1", "beta=-0.1"],
+    "elr_plus": ["beta=1", "mixup_alpha=-1", "ema=1", "ema=-0.1", "ema_ramp=-1", "strength_ramp=-1"],
+    "dividemix": [
+        "warmup=0", "threshold=0", "threshold=1", "unlabelled_weight=-1", "ramp=0", "temperature=0", "mixup_alpha=0",
+        "history=0", "history=101",
+    ],
+    "cores2": ["strength=-1", "strength=.inf", "warmup=-1", "ramp_end=-1", "sieve_from=-1"],
+    "cores2_star": ["strength=-1", "sieve_epochs=0", "consistency=-1", "unlabelled=0", "unlabelled=1"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "bad"), [(name, bad) for name, values in BAD_VALUES.items() for bad in values])
+def test_settings_out_of_range_name_the_key(name: str, bad: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=rf"method\.{bad.split('=')[0]} = "):
+        read_config(write(tmp_path, {}), [f"method.name={name}", f"method.{bad}"])
 
 
 def test_a_config_with_the_old_section_loads_with_a_note_that_names_the_new_one(tmp_path: Path) -> None:
@@ -99,16 +116,29 @@ def test_one_of_keeps_what_is_a_section_already() -> None:
     assert OneOf(settings_of_methods, DEFAULT).kinds()[DEFAULT] is METHODS[DEFAULT].Settings
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_prediction_and_network_are_the_plain_ones_unless_a_method_says_otherwise(name: str) -> None:
-    import torch
-
+@pytest.mark.parametrize("name", [name for name, method in METHODS.items() if not issubclass(method, PairMethod)])
+def test_one_network_is_the_plain_one_and_predicts_alone(name: str) -> None:
     method = make_method(METHODS[name].Settings(name=name))
-    network = method.build_network(lambda: torch.nn.Linear(3, 2))
+    network = method.build_network(lambda: nn.Linear(3, 2))
     images = torch.ones(4, 3)
+    assert isinstance(network, nn.Linear)
+    assert torch.equal(method.predict(network, images), network(images))
 
-    def forward(inputs: Tensor) -> Tensor:
-        out: Tensor = network(inputs)
-        return out
 
-    assert torch.equal(method.predict(forward, images), network(images))
+@pytest.mark.parametrize("name", [name for name, method in METHODS.items() if issubclass(method, PairMethod)])
+def test_of_two_networks_the_mean_predicts_and_the_first_is_exported(name: str) -> None:
+    """Co-teaching predicts with the first alone, as published, unless `ensemble` is set."""
+    kind = METHODS[name].Settings
+    ensemble = {"ensemble": True} if name.startswith("coteaching") else {}
+    method = make_method(kind(name=name, **ensemble))
+    backbones = [nn.Linear(3, 2) for _ in range(4)]
+    made = iter(backbones)
+    network = method.build_network(lambda: next(made))
+    images = torch.randn(4, 3)
+    first, second = backbones[0](images), backbones[1](images)
+    torch.testing.assert_close(method.predict(network, images), (first + second) / 2)
+    if ensemble:
+        torch.testing.assert_close(make_method(kind(name=name)).predict(network, images), first)
+    exported = method.backbone_weights(network.state_dict())
+    assert exported.keys() == backbones[0].state_dict().keys()
+    assert all(torch.equal(value, backbones[0].state_dict()[key]) for key, value in exported.items())
