@@ -32,7 +32,7 @@ from .results import Verdict, add_out, finish_bench, start_bench
 from .timing import Ratio, paired_ratio
 
 EPOCHS, COUNTED_FROM = 3, 1
-MIN_ROUNDS = 5  # for a verdict
+MIN_ROUNDS = 3  # for a verdict
 
 METHODS = {
     "ce": "{name: ce}",
@@ -95,7 +95,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", type=Path, default=DEFAULT_DATA, metavar="FOLDER", help="Fashion-MNIST (%(default)s)")
     parser.add_argument("--methods", help=f"comma-separated, of {', '.join(METHODS)} (default: all)")
     parser.add_argument("--network", default="small_conv", help="any model.name (default: %(default)s)")
-    parser.add_argument("--rounds", type=integer(1), default=5, help="turns of each method (default: %(default)s)")
+    parser.add_argument("--rounds", type=integer(1), default=3, help="turns of each method (default: %(default)s)")
     add_out(parser, "methods")
 
 
@@ -105,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
     environment = start_bench()
     rounds = 1 if args.quick else args.rounds
     with tempfile.TemporaryDirectory() as folder:
-        root = _prepare(args.data, Path(folder), share=0.01 if args.quick else 0.1)
+        root = _prepare(args.data, Path(folder), share=0.01 if args.quick else 0.05)
         turns = _take_turns(names, root, args.network, rounds)
     ce = turns["ce"]
     results = {name: Result(median(seconds), paired_ratio(seconds, ce)) for name, seconds in turns.items()}
@@ -145,22 +145,24 @@ def _prepare(data: Path, folder: Path, *, share: float) -> Path:
 
 
 def _take_turns(names: Sequence[str], root: Path, network: str, rounds: int) -> dict[str, list[float]]:
-    """Seconds per epoch of each method, one per round. The first round is a warm-up and does not count."""
+    """Seconds per epoch of each method, one per round, after a run that does not count."""
     from ..train.run import run_config
 
     config = root.parent / "bench.yaml"
     config.write_text(CONFIG.format(root=root, network=network, epochs=EPOCHS))
     logging.getLogger("sopdist").setLevel(logging.ERROR)
     found: dict[str, list[float]] = {name: [] for name in names}
+    turns = [("ce", 0)]
     order, shuffle = list(names), random.Random(0).shuffle
-    for number in tqdm(range(rounds + 1), unit="round", leave=False):
+    for number in range(1, rounds + 1):
         shuffle(order)
-        for name in order:
-            overrides = [f"method={METHODS[name]}", f"run.folder={root.parent / 'runs'}", f"run.name={name}-{number}"]
-            with contextlib.redirect_stderr(io.StringIO()) as said, contextlib.redirect_stdout(said):
-                code = run_config(str(config), overrides)
-            if code:
-                raise DataError(f"the run of {name} ended with exit code {code}:\n{said.getvalue()[-2000:]}")
-            if number:
-                found[name].append(seconds_per_epoch(root.parent / "runs" / f"{name}-{number}"))
+        turns += [(name, number) for name in order]
+    for name, number in tqdm(turns, unit="run", leave=False):
+        overrides = [f"method={METHODS[name]}", f"run.folder={root.parent / 'runs'}", f"run.name={name}-{number}"]
+        with contextlib.redirect_stderr(io.StringIO()) as said, contextlib.redirect_stdout(said):
+            code = run_config(str(config), overrides)
+        if code:
+            raise DataError(f"the run of {name} ended with exit code {code}:\n{said.getvalue()[-2000:]}")
+        if number:
+            found[name].append(seconds_per_epoch(root.parent / "runs" / f"{name}-{number}"))
     return found

@@ -52,6 +52,7 @@ class Steps:
     total: int
     epochs: float  # that `total` steps amount to: train.max_steps may stop a run early
     last: int  # samples in the last step of an epoch
+    leading: int  # samples of a step that an epoch has only once; less than train.batch if batches have several parts
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,7 @@ def steps_of(config: Config, data: DataSizes) -> Steps:
     leading = make_method(config.method).batch_layout(train.batch).leading
     epoch = -(-data.epoch_samples // leading)
     total = min(epoch * train.epochs, train.max_steps or epoch * train.epochs)
-    return Steps(epoch, total, total / epoch, data.epoch_samples - (epoch - 1) * leading)
+    return Steps(epoch, total, total / epoch, data.epoch_samples - (epoch - 1) * leading, leading)
 
 
 def check_ranks(config: Config, ranks: int) -> None:
@@ -148,8 +149,9 @@ def check_ranks(config: Config, ranks: int) -> None:
 
 
 def shares_of(config: Config, ranks: int) -> list[Share]:
-    """How the samples of a step are split over ranks: equal parts, or two sizes that differ by one."""
-    spans = [rank_columns(config.train.batch, rank, ranks) for rank in range(ranks)]
+    """How the samples of a step, at most, are split over ranks: equal parts, or two sizes that differ by one."""
+    widest = make_method(config.method).batch_layout(config.train.batch).widest
+    spans = [rank_columns(widest, rank, ranks) for rank in range(ranks)]
     widths = [span.stop - span.start for span in spans]
     micro_batches = config.train.accumulate
     return [
@@ -174,7 +176,8 @@ def traffic_of(config: Config, cost: Cost, ranks: int) -> Traffic | None:
     sent = sum(table.sent_bytes for table in cost.tables)
     returned = sum(table.returned_bytes for table in cost.tables)
     dense = sum(table.dense_bytes for table in cost.tables)
-    step = config.train.batch * travelling * (sent + returned)
+    widest = make_method(config.method).batch_layout(config.train.batch).widest
+    step = widest * travelling * (sent + returned)
     return Traffic(travelling, sent, returned, step, step / ranks, (sent + returned) / dense)
 
 
@@ -209,7 +212,7 @@ def evaluations_of(config: Config, data: DataSizes) -> list[Evaluation]:
 
 
 def engine_of(config: Config, network: NetworkSizes, ranks: int) -> Engine:
-    """Bytes of weights, gradients and optimizer state on the rank with the most.
+    """Bytes of weights (and their average), gradients and optimizer state on the rank with the most.
 
     ZeRO 1 and 2 keep a second copy of the weights in their partition, which the optimizer updates.
     """
@@ -221,7 +224,7 @@ def engine_of(config: Config, network: NetworkSizes, ranks: int) -> Engine:
     fixed = network.nbytes - _FLOAT * full
     return Engine(
         name,
-        weights=fixed + _FLOAT * (part if zero == 3 else full),
+        weights=fixed + _FLOAT * (part if zero == 3 else full) + _average_bytes(config, network),
         gradients=_FLOAT * (part if zero >= 2 else full),
         optimizer=_FLOAT * (part if zero else full) * (_optimizer_floats(config.optim) + copies),
     )
@@ -230,7 +233,13 @@ def engine_of(config: Config, network: NetworkSizes, ranks: int) -> Engine:
 def checkpoint_bytes(config: Config, network: NetworkSizes, tables: Sequence[Table]) -> int:
     """Bytes of one checkpoint, for any number of ranks: network, optimizer state, sample tables."""
     rows = sum(table.nbytes for table in tables)
-    return network.nbytes + _FLOAT * network.trained * _optimizer_floats(config.optim) + rows
+    optimizer = _FLOAT * network.trained * _optimizer_floats(config.optim)
+    return network.nbytes + _average_bytes(config, network) + optimizer + rows
+
+
+def _average_bytes(config: Config, network: NetworkSizes) -> int:
+    """Of the moving average of the weights."""
+    return network.nbytes if config.train.ema else 0
 
 
 def _optimizer_floats(optim: OptimSettings) -> int:

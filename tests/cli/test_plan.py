@@ -65,7 +65,7 @@ def test_two_ranks_in_numbers(config: Path, capsys: pytest.CaptureFixture[str]) 
     plan = planned(capsys, config, 2)
     assert plan["data"]["samples"] == 12
     assert plan["data"]["classes"] == 3
-    assert plan["steps"] == {"epoch": 3, "total": 30, "epochs": 10, "last": 2}
+    assert plan["steps"] == {"epoch": 3, "total": 30, "epochs": 10, "last": 2, "leading": 5}
     assert plan["shares"] == [
         {"ranks": 1, "samples": 3, "micro_batch": 3},
         {"ranks": 1, "samples": 2, "micro_batch": 2},
@@ -301,3 +301,20 @@ def any_config(batch: int, layout: str) -> Config:
             "method": {"layout": layout},
         },
     )
+
+
+def test_a_method_whose_batches_have_several_parts(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """DivideMix with a batch of 5: two labelled samples for each network, so at most 6 steps; 8 samples in a step."""
+    plan = planned(capsys, config, 2, "method={name: dividemix}")
+    assert plan["steps"] == {"epoch": 6, "total": 60, "epochs": 10, "last": 2, "leading": 2}
+    assert plan["shares"] == [{"ranks": 2, "samples": 4, "micro_batch": 4}]
+    assert plan["exchange"]["step_bytes"] == 8 / 2 * 8
+    assert cli.main(["plan", "--cfg", str(config), "--world-size", "2", "method={name: dividemix}"]) == 0
+    assert "at most" in capsys.readouterr().out
+
+
+def test_averaged_weights_are_part_of_the_plan(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plain, averaged = planned(capsys, config, 2), planned(capsys, config, 2, "train.ema=0.9")
+    extra = plain["network"]["nbytes"]
+    assert averaged["engine"]["weights"] == plain["engine"]["weights"] + extra
+    assert averaged["checkpoint"]["bytes"] == plain["checkpoint"]["bytes"] + extra

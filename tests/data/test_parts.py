@@ -159,8 +159,8 @@ def test_the_example_of_the_docstring() -> None:
     assert read == [[[2], [1]], [[5, 0], [6, 3]]]
 
 
-def test_no_pass_takes_the_random_numbers_of_another_purpose() -> None:
-    """Streams 0 and 1 belong to the plain plan, 3 to 6 to the methods (`GlobalBatch.draws`)."""
+def streams_of_passes() -> list[int]:
+    """Those of an epoch with the largest number of parts, most of which are passed several times."""
     asked: list[int] = []
 
     def planned(part: Part, stream: int) -> Plan:
@@ -168,9 +168,19 @@ def test_no_pass_takes_the_random_numbers_of_another_purpose() -> None:
         return planner()(part, stream)
 
     plan_parts([Part(np.arange(40), 2), *(Part(np.arange(3), 2) for _ in range(7))], planned)
-    assert asked[0] == 0
-    assert len(set(asked)) == len(asked)
-    assert not set(asked[1:]) & set(range(7))
+    return asked
+
+
+def test_every_pass_takes_random_numbers_of_its_own() -> None:
+    streams = streams_of_passes()
+    assert len(streams) > 50
+    assert len(set(streams)) == len(streams)
+    assert streams[0] == 0, "that of the plain plan"
+
+
+def test_no_pass_takes_the_random_numbers_of_another_purpose() -> None:
+    """Stream 1 belongs to balanced draws, 3 to 6 to the methods, whose counters are steps (`GlobalBatch.draws`)."""
+    assert not set(streams_of_passes()) & {1, 3, 4, 5, 6}
 
 
 def test_more_than_eight_parts_are_refused() -> None:

@@ -108,6 +108,16 @@ def test_each_network_divides_the_samples_for_the_other() -> None:
     assert read.proposed.tolist() == np.where(w.mean(1) < 0.5, together, LABELS).tolist()
 
 
+def test_a_label_is_flagged_if_the_mean_of_both_probabilities_is_below_one_half() -> None:
+    driver = make()
+    mean = divided(driver, seed=3).mean(1)
+    assert ((mean > 0.3) & (mean < 0.5)).any()
+    read = driver.method.readout(torch.tensor(LABELS))
+    assert read is not None
+    assert read.flags.tolist() == (mean < 0.5).tolist()
+    np.testing.assert_allclose(read.scores, 1 - mean, atol=1e-6)
+
+
 def test_the_losses_of_the_last_epochs_are_averaged_after_each_was_scaled() -> None:
     """As published: l <- (l - min) / (max - min) in every epoch, then the mean of the last ones."""
     driver = make(history=2)
@@ -382,9 +392,12 @@ def test_an_epoch_that_draws_some_samples_is_ramped_over_its_own_steps() -> None
 def test_an_epoch_in_which_no_drawn_sample_is_labelled_is_another_one_of_warm_up() -> None:
     """Labelled samples of earlier draws do not count: the stream would have nothing to read."""
     driver = make()
+    set_both(driver, draw_logits(0, wrong=[0, 1]), draw_logits(1, wrong=[0, 1]))
     for epoch, drawn in ((2, np.arange(6)), (3, np.arange(6, 12))):
         driver.trainer.drawn_samples = drawn
         driver.begin(epoch)
-    set_clean(driver, np.repeat([[0.9, 0.9], [0.1, 0.1]], 6, axis=0))
+    clean = driver.table("division")["clean"].double().numpy()
+    clean[drawn] = 0.1
+    set_clean(driver, clean)
     first = method_of(driver).parts(3)[0]
     assert first.samples is None or len(np.intersect1d(first.samples, drawn))

@@ -30,6 +30,14 @@ def test_the_result_is_that_of_scikit_learn_from_the_same_start(
     np.testing.assert_allclose(small_component(values), small_posterior(values), atol=1e-6)
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_the_component_with_the_smaller_mean_may_be_the_one_that_started_with_the_larger(seed: int) -> None:
+    """A narrow group in the middle of a wide one: their means end up in either order."""
+    draws = np.random.default_rng(seed)
+    values = rescaled(np.concatenate([draws.normal(0.5, 0.01, 38), draws.random(38)]))
+    np.testing.assert_allclose(small_component(values), small_posterior(values), atol=1e-6)
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_separate_groups_are_fitted_to_convergence(seed: int) -> None:
     values = two_groups(seed, 300, 200, 6.0)

@@ -195,8 +195,21 @@ def test_after_the_warm_up_only_disagreements_take_part(seed: int, double: bool)
         candidates = everyone if epoch < 2 else differ
         kept = [kept_by_hand(losses_of(z, labels), candidates, 0.4) for z in seen]
         assert_learned_from(taken, logits, labels, kept, softmaxes=1 + twice)
-    visits = driver.table("left_out")["visits"].tolist()
-    assert visits == [3 if i in differ else 1 for i in everyone], "samples that take no part are not judged"
+
+
+def test_labels_are_judged_by_their_losses_among_all_samples_of_the_batch() -> None:
+    """Also those on which the networks agree, from which nothing is learned."""
+    labels = [0, 1, 2, 0, 1, 2, 0]
+    driver, scores = plus(labels, 3), list[float]()
+    for epoch in (2, 3, 4):
+        logits = draw_logits(epoch, 3)
+        method = begun(driver, logits, epoch)
+        driver.step(driver.batch(range(SAMPLES)))
+        kept = [kept_by_hand(losses_of(z, labels), list(range(SAMPLES)), 0.4) for z in logits]
+        now = [1 - sum(i in chosen for chosen in kept) / 2 for i in range(SAMPLES)]
+        scores = [0.8 * old + 0.2 * new for old, new in zip(scores, now, strict=True)] if scores else now
+    np.testing.assert_allclose(method.readout(torch.tensor(labels)).scores, scores, atol=1e-6)
+    assert driver.table("left_out")["visits"].tolist() == [3] * SAMPLES
 
 
 def test_if_nobody_disagrees_both_learn_from_the_whole_batch_early_and_from_nothing_late() -> None:

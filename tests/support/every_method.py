@@ -41,7 +41,7 @@ EVERY_METHOD = {name: [f"method={{name: {name}}}"] for name in METHODS} | {
     "sop-from-the-second-epoch": ["method={name: sop, onset: 1, visits: 1.5}"],
     "sop-with-automatic-onset": ["method={name: sop, onset: auto, layout: slots}"],
     "sop-plus-with-mixup": ["method={name: sop, onset: 1, consistency: 0.5, mixup: 0.7}"],
-    "truncated-gce": ["method={name: gce, truncate: 0.3, prune_from: 1, prune_every: 1}"],
+    "truncated-gce": ["method={name: gce, truncate: 0.1, prune_from: 1, prune_every: 1}"],
     "compact-elr": ["method={name: elr, layout: float16}"],
     "dividemix-on-labelled-images": ["method={name: dividemix, unlabelled_weight: 0, penalty: true, history: 2}"],
     "cores2-with-an-early-sieve": ["method={name: cores2, warmup: 0, ramp_end: 1, sieve_from: 1}"],

@@ -117,6 +117,7 @@ def make_plan(config: Config, found: Found, ranks: int) -> dict[str, Any]:
     return {
         "run": config.run.name,
         "world_size": ranks,
+        "batch": config.train.batch,
         "source": found.source,
         "data": {**asdict(data), "shards": found.shards, "shard_bytes": found.shard_bytes},
         "steps": asdict(steps),

@@ -27,7 +27,7 @@ def _work_rows(plan: dict[str, Any]) -> list[Row]:
     if data["epoch_samples"] != data["samples"]:
         rows.append(("data", "samples per epoch", f"{data['epoch_samples']:,}", "data.balanced_per_epoch"))
     rows += [
-        ("steps", "per epoch", f"{steps['epoch']:,}", f"the last one with {steps['last']:,} samples"),
+        ("steps", "per epoch", f"{steps['epoch']:,}", _about_epochs(plan)),
         ("steps", "total", f"{steps['total']:,}", f"{steps['epochs']:,.4g} epochs"),
     ]
     for share in plan["shares"]:
@@ -37,6 +37,12 @@ def _work_rows(plan: dict[str, Any]) -> list[Row]:
             ("steps", "samples per rank", f"{share['samples']:,}", f"per step; {uneven}{_ranks(share['ranks'])}{split}")
         )
     return rows
+
+
+def _about_epochs(plan: dict[str, Any]) -> str:
+    if plan["steps"]["leading"] != plan["batch"]:
+        return "at most: fewer in epochs with larger or fewer batches"
+    return f"the last one with {plan['steps']['last']:,} samples"
 
 
 def _method_rows(plan: dict[str, Any]) -> list[Row]:
