@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from .plan import NO_SAMPLE, Indices, Plan
 
-_FIRST_STREAM = 5  # of the random numbers; see `plan.random_words`
+_FIRST_STREAM = 1000  # of random numbers: far from those of other purposes
 _MAX_PARTS = 8
 
 

@@ -60,6 +60,8 @@ class CORES2Star(CORES2):
 
     def batch_layout(self, batch: int) -> BatchLayout:
         """In the second stage, some columns are for the samples left out."""
+        if batch < 2:
+            raise ConfigError(f"train.batch = {batch}: method.name = cores2_star needs at least 2")
         return BatchLayout(batch - self._columns(batch), batch)
 
     def _columns(self, batch: int) -> int:

@@ -127,6 +127,6 @@ def smallest(losses: Tensor, candidates: Tensor, forget: float) -> Tensor:
     At least one remains if there are any. Equal losses are taken in the order of the batch.
     """
     count = int(candidates.sum())
-    keep = int((1 - forget) * count) or count
+    keep = int((1 - forget) * count + 1e-9) or count  # (1 - 0.9) 10 is less than 1 in floating point
     order = losses.where(candidates, torch.inf).sort(stable=True).indices
     return torch.zeros_like(candidates).scatter(0, order[:keep], True) & candidates

@@ -80,9 +80,10 @@ class DivisionTable(SampleTable):
 
     sent = ("clean",)
 
-    losses: Tensor  # (rows, history, 2) float32, the latest first; NaN where there is none
+    losses: Tensor  # (rows, history, 2) float32, scaled to [0, 1], the latest first; NaN where there is none
     clean: Tensor  # (rows, 2) float32: w of the first and of the second network; NaN before the first division
     predicted: Tensor  # (rows,) int32
+    divided: Tensor  # (rows,) int32: the epoch of the latest division that it was part of; -1: none
 
     def __init__(self, setup: Setup, history: int, *, first: int, stride: int) -> None:
         super().__init__(setup.samples, setup.classes, first=first, stride=stride)
@@ -90,6 +91,7 @@ class DivisionTable(SampleTable):
         self.register_buffer("losses", torch.full((len(self), history, 2), torch.nan, device=device))
         self.register_buffer("clean", torch.full((len(self), 2), torch.nan, device=device))
         self.register_buffer("predicted", torch.zeros(len(self), dtype=torch.int32, device=device))
+        self.register_buffer("divided", torch.full((len(self),), -1, dtype=torch.int32, device=device))
         self.register_meta(_FORMAT, device=device)
 
 
@@ -123,7 +125,7 @@ class DivideMix(PairMethod):
 
     def cost(self, samples: int, classes: int) -> Cost:  # noqa: ARG002
         """Per labelled sample and network: 6 views without gradients, and 4 with them; 2 without unlabelled ones."""
-        row = 8 * self.settings.history + 8 + 4
+        row = 8 * self.settings.history + 8 + 4 + 4
         passes = 2 * (6 + (4 if self.settings.unlabelled_weight else 2))
         return Cost(passes, (TableCost(TABLE, "dense", row, 8, 0, 8),))
 
@@ -143,19 +145,19 @@ class DivideMix(PairMethod):
         if epoch < self._warmup:
             return
         found = trainer.predictions(_losses_and_class, predict=_both_networks, samples=trainer.drawn(epoch))  # (N, 3)
-        table = self._table
-        mine = found[table.samples_of(slice(None))]
-        evaluated = torch.isfinite(mine[:, 0])
-        table.losses.copy_(
-            torch.where(evaluated[:, None, None], torch.cat([mine[:, None, :2], table.losses[:, :-1]], 1), table.losses)
-        )
-        table.predicted.copy_(torch.where(evaluated, mine[:, 2].nan_to_num().to(torch.int32), table.predicted))
+        table, shared = self._table, self.shared[TABLE]
+        rows = table.samples_of(slice(None))
+        evaluated = torch.isfinite(found[rows, 0])
+        table.predicted[evaluated] = found[rows, 2][evaluated].to(torch.int32)
+        table.divided[evaluated] = epoch
         for network in range(2):
-            mean = self.shared[TABLE].gather(table.losses[:, :, network].nanmean(1)).cpu().numpy().astype(np.float64)
-            mean[~np.isfinite(found[:, 0].cpu().numpy())] = np.nan  # not evaluated now
-            clean = torch.from_numpy(small_component(scaled(mean)).astype(np.float32)).to(mine.device)
-            mine_clean = clean[table.samples_of(slice(None))]
-            table.clean[:, network] = torch.where(evaluated, mine_clean, table.clean[:, network])
+            losses = torch.from_numpy(scaled(found[:, network].double().cpu().numpy())).to(found)
+            older = table.losses[evaluated, :-1, network]
+            table.losses[evaluated, :, network] = torch.cat([losses[rows][evaluated][:, None], older], 1)
+            mean = shared.gather(table.losses[:, :, network].nanmean(1)).double().cpu().numpy()
+            mean[~torch.isfinite(found[:, 0]).cpu().numpy()] = np.nan  # not part of this division
+            clean = torch.from_numpy(small_component(mean)).to(found)
+            table.clean[evaluated, network] = clean[rows][evaluated]
         self._divided.fill_(epoch)
 
     def start(self, setup: Setup) -> None:
@@ -178,7 +180,8 @@ class DivideMix(PairMethod):
         if epoch < self._warmup:
             return (Part(),)
         clean = self._clean()  # (N, 2)
-        known = np.isfinite(clean).all(axis=1)
+        known = self.shared[TABLE].gather(self._table.divided).cpu().numpy() == int(self._divided)  # in this epoch
+        known &= np.isfinite(clean).all(axis=1)
         labelled = [np.flatnonzero(known & (clean[:, 1 - network] > self.settings.threshold)) for network in range(2)]
         if not all(len(samples) for samples in labelled):
             return (Part(np.flatnonzero(known)) if known.any() else Part(),)
@@ -303,6 +306,8 @@ class DivideMix(PairMethod):
         squares = (p - half.targets).square().mean(1)
         ramped = settings.unlabelled_weight * min(max(self._elapsed() / settings.ramp, 0.0), 1.0)
         loss = (supervised * on_labelled).sum() / sizes[0] + ramped * (squares * on_unlabelled).sum() / sizes[1]
+        if sizes.sum() < 0.5:  # on every rank: no item can be used
+            return loss
         prior = (p * weight[:, None]).sum(0) / sizes.sum()
         return loss + everyone.loss_of_sum(prior, _distance_from_uniform)
 

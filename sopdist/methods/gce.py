@@ -126,7 +126,8 @@ class GCE(TableMethod):
 
     def readout(self, labels: Tensor) -> Readout | None:
         """Truncated: the labels that are left out."""
-        return read_verdicts(self.shared[TABLE], labels, 1 - self.settings.truncate) if self.settings.truncate else None
+        limit = 1 - self.settings.truncate
+        return read_verdicts(self.shared[TABLE], labels, limit, inclusive=True) if self.settings.truncate else None
 
 
 def _doubt_and_class(logits: Tensor, labels: Tensor) -> Tensor:

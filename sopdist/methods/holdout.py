@@ -25,7 +25,7 @@ class Holdout:
     def __init__(self, setup: Setup, share: float) -> None:
         draws = np.random.Generator(np.random.Philox(key=setup.seed, counter=[0, 0, 0, _STREAM]))
         labelled = np.flatnonzero(setup.labels >= 0)
-        count = min(round(share * len(labelled)), len(labelled) - 1)
+        count = min(max(1, round(share * len(labelled))), len(labelled) - 1)
         self.samples: NDArray[np.int64] = np.sort(draws.permutation(labelled)[:count])
         self._all = setup.samples
         self.loss = torch.full((1,), torch.inf, dtype=torch.float64)

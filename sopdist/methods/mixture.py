@@ -47,7 +47,7 @@ def small_component(values: Array) -> Array:
         weights = mass / mass.sum()
         means = (responsibilities @ x) / mass
         variances = (responsibilities * (x - means[:, None]) ** 2).sum(1) / mass + _MIN_VARIANCE
-        if likelihood - before < _TOLERANCE:
+        if abs(likelihood - before) < _TOLERANCE:  # it may fall a little, since variances are kept away from 0
             break
         before = likelihood
     posterior[known] = _expect(x, means, variances, weights)[0][int(means.argmin())]

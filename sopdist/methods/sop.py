@@ -175,17 +175,20 @@ class SOPMethod(Method):
         logits, *others = forward(torch.cat(views) if len(views) > 1 else batch.images).tensor_split(len(views))
         logits2 = others[0] if batch.other_views else None
         loss: Tensor = self.sop(logits, batch.labels, batch.index, logits2=logits2, weight=batch.weight)
-        finite = torch.stack([torch.isfinite(view).all(dim=1) for view in (logits, *others)]).all(dim=0)
+        plain = (logits, *others) if pairs is None else (logits, *others[:-1])
+        finite = torch.stack([torch.isfinite(view).all(dim=1) for view in plain]).all(dim=0)
         if pairs is not None:
             weight = batch.weight.where(finite, 0)
-            loss = loss + self.settings.mixup * self._mixed_loss(others[-1], weight, pairs)
+            mixed_finite = torch.isfinite(others[-1]).all(dim=1)
+            loss = loss + self.settings.mixup * self._mixed_loss(others[-1], weight, mixed_finite, pairs)
+            finite = finite & mixed_finite
         return StepOutput(loss, logits, finite)
 
-    def _mixed_loss(self, logits: Tensor, weight: Tensor, pairs: Pairs) -> Tensor:
-        """Sum over the samples whose partner is readable and finite as well; collective."""
+    def _mixed_loss(self, logits: Tensor, weight: Tensor, finite: Tensor, pairs: Pairs) -> Tensor:
+        """Sum over the mixed images that are finite, as are both samples; collective."""
         assert self.sop.corrected is not None
         targets = self.sop.corrected
-        weights = self._batch.gather(weight)[pairs.partner] * weight
+        weights = self._batch.gather(weight)[pairs.partner] * weight.where(finite, 0)
         safe = logits.where((weights > 0)[:, None], 0)
         return (mixed_losses(safe, targets, pairs, self._batch.gather(targets)) * weights).sum()
 

@@ -50,14 +50,14 @@ def give_verdicts(shared: SharedTable, index: Tensor, score: Tensor, predicted: 
     shared.give(index, [score.detach().float(), predicted.to(torch.int32), counts], table.update)
 
 
-def read_verdicts(shared: SharedTable, labels: Tensor, threshold: float) -> Readout:
-    """Flags scores above `threshold`, and proposes the predicted class where it differs from the label. Collective."""
+def read_verdicts(shared: SharedTable, labels: Tensor, threshold: float, *, inclusive: bool = False) -> Readout:
+    """Flags scores above `threshold`, or also at it, and proposes the predicted class for them. Collective."""
     table = shared.table
     assert isinstance(table, VerdictTable)
     shared.flush()
     score, predicted, visits = (shared.gather(column) for column in (table.score, table.predicted, table.visits))
     visited = visits > 0
-    flags = visited & (score > threshold)
+    flags = visited & ((score >= threshold) if inclusive else (score > threshold))
     proposed = torch.where(flags, predicted.to(labels.dtype), labels)
     scores = score.where(visited, -torch.inf)
     return Readout(scores.cpu().numpy(), flags.cpu().numpy(), proposed.cpu().numpy(), visited.cpu().numpy())

@@ -43,6 +43,7 @@ def _configs_folder() -> Path:
 CONFIGS = _configs_folder()
 
 _OLD, _NEW = "objective", "method"  # the old name of the section `method`, and the current one
+_OLD_EMA, _NEW_EMA = "method.ema", "train.ema"  # of SOP
 _logger = logging.getLogger("sopdist.train")
 
 Note = Callable[[str], object]
@@ -116,21 +117,42 @@ def read_config(path: Path, overrides: Sequence[str] = (), note: Note = _logger.
     def upgraded(tree: dict[Any, Any]) -> dict[Any, Any]:
         if _OLD in tree:
             note(f"{path}: the section `{_OLD}:` has been renamed to `{_NEW}:`; please update the file")
-        tree = _with_moved_ema(tree, path, note)
+        if _has_old_ema(tree):
+            note(f"{path}: `{_OLD_EMA}` has moved to `{_NEW_EMA}`; please update the file")
         names = [override.partition("=")[2] for override in current if override.startswith(f"{_NEW}.name=")]
-        return upgrade(tree, names)
+        tree = upgrade(tree, names)
+        section = tree.get(_NEW)
+        if (names[-1] if names else section.get("name", DEFAULT) if isinstance(section, dict) else DEFAULT) == DEFAULT:
+            for position, override in enumerate(current):  # applied after this
+                if override.startswith(f"{_OLD_EMA}="):
+                    note(f"{override}: `{_OLD_EMA}` has moved to `{_NEW_EMA}`")
+                    current[position] = _NEW_EMA + override.removeprefix(_OLD_EMA)
+        return tree
 
     return config.load_config(Config, path, current, upgraded)
 
 
 def upgrade(tree: dict[Any, Any], names: Sequence[str] = ()) -> dict[Any, Any]:
-    """The tree of a config with current names: `objective`, the old name of the section, becomes `method`.
+    """The tree of a config with current names. `names`: what overrides set `method.name` to; the last one counts.
 
-    Keys of another method, which the old section accepted and ignored, are dropped. `names`: what overrides set
-    `method.name` to, of which the last one counts.
+    `objective`, the old name of a section, becomes `method`; keys of another method, which it accepted and ignored, are
+    dropped. `method.ema` of SOP becomes `train.ema`.
     """
-    if _OLD not in tree:
+    if _OLD in tree:
+        tree = _with_renamed_section(tree, names)
+    if not _has_old_ema(tree):
         return tree
+    kept = {key: value for key, value in tree[_NEW].items() if key != "ema"}
+    return {**tree, _NEW: kept, "train": {"ema": tree[_NEW]["ema"], **(tree.get("train") or {})}}
+
+
+def _has_old_ema(tree: dict[Any, Any]) -> bool:
+    """Whether the config is of a version in which SOP averaged weights itself. ELR+ still does."""
+    section = tree.get(_NEW)
+    return isinstance(section, dict) and section.get("name", DEFAULT) == DEFAULT and "ema" in section
+
+
+def _with_renamed_section(tree: dict[Any, Any], names: Sequence[str]) -> dict[Any, Any]:
     if _NEW in tree:
         raise ConfigError(f"{_OLD}: and {_NEW}: are the same section; keep {_NEW}:")
     section = tree[_OLD]
@@ -140,16 +162,6 @@ def upgrade(tree: dict[Any, Any], names: Sequence[str] = ()) -> dict[Any, Any]:
         foreign = set().union(*keys.values()) - own
         section = {key: value for key, value in section.items() if key not in foreign}
     return {_NEW if key == _OLD else key: section if key == _OLD else value for key, value in tree.items()}
-
-
-def _with_moved_ema(tree: dict[Any, Any], path: Path, note: Note) -> dict[Any, Any]:
-    """`method.ema` of SOP became `train.ema`, for all methods. ELR+ has an average of its own."""
-    section = tree.get(_NEW)
-    if not isinstance(section, dict) or section.get("name", DEFAULT) != DEFAULT or "ema" not in section:
-        return tree
-    note(f"{path}: `method.ema` has moved to `train.ema`; please update the file")
-    kept = {key: value for key, value in section.items() if key != "ema"}
-    return {**tree, _NEW: kept, "train": {"ema": section["ema"], **(tree.get("train") or {})}}
 
 
 def _current_key(override: str, note: Note) -> str:

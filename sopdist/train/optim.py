@@ -40,12 +40,14 @@ def _scheduled(settings: OptimSettings, step: int, steps_per_epoch: int, total_s
     if settings.schedule == "constant":
         return settings.lr
     if settings.schedule == "restarts":
-        share = math.modf(step / (settings.period * steps_per_epoch))[0]
+        period = max(1, round(settings.period * steps_per_epoch))
+        share = step % period / period
     elif settings.schedule == "cosine":
         share = min(1.0, step / total_steps) if total_steps else 1.0
     else:
         first = decay_start(settings, steps_per_epoch)
-        left = min(1.0, (total_steps - step) / (total_steps - first)) if total_steps > first else 1.0
+        left = (total_steps - step) / (total_steps - first) if total_steps > first else float(step < total_steps)
+        left = min(1.0, max(0.0, left))
         return settings.final_lr + (settings.lr - settings.final_lr) * left
     return settings.final_lr + (settings.lr - settings.final_lr) * (1 + math.cos(math.pi * share)) / 2
 

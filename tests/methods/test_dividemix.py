@@ -1,4 +1,4 @@
-"""DivideMix: the division, and a step of both networks against float64, with the pairs read off the mixed images."""
+"""DivideMix: the warm-up, the division, and a step of both networks against float64."""
 
 from __future__ import annotations
 
@@ -7,49 +7,26 @@ import math
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from sopdist.data.batch import Batch
-from sopdist.methods.dividemix import DivideMix, DivideMixSettings, DivisionTable
-from tests.support.method_driver import Driver, Taken, parts_of_mixed, softmax
+from sopdist.methods.dividemix import DivideMixSettings
+from tests.support.dividemix_steps import (
+    BATCH,
+    CLASSES,
+    LABELS,
+    SAMPLES,
+    distinct_batch,
+    divided,
+    draw_logits,
+    items_of,
+    losses_of,
+    make,
+    method_of,
+    set_both,
+    take_step,
+)
+from tests.support.method_driver import Driver, softmax
 from tests.support.two_normals import rescaled, small_posterior
-
-SAMPLES, CLASSES, BATCH = 12, 3, 8
-LABELS = [index % CLASSES for index in range(SAMPLES)]
-Array = NDArray[np.float64]
-
-
-def make(batch: int = BATCH, labels: list[int] | None = None, **settings: float | int | bool | None) -> Driver:
-    given = {"warmup": 2, "ramp": 4.0} | settings
-    return Driver(DivideMixSettings(**given), LABELS if labels is None else labels, CLASSES, batch=batch)
-
-
-def method_of(driver: Driver) -> DivideMix:
-    assert isinstance(driver.method, DivideMix)
-    return driver.method
-
-
-def set_clean(driver: Driver, clean: Array) -> None:
-    """w of both networks, (samples, 2)."""
-    table = driver.method.tables()["division"]
-    assert isinstance(table, DivisionTable)
-    table.clean.copy_(torch.from_numpy(clean))
-
-
-def divided(driver: Driver, epoch: int = 2, seed: int = 0) -> Array:
-    """Begin an epoch with random w; returns them, (samples, 2)."""
-    driver.begin(epoch)
-    clean = np.random.default_rng(seed).random((SAMPLES, 2)).astype(np.float32)
-    set_clean(driver, clean.astype(np.float64))
-    return clean.astype(np.float64)
-
-
-def set_both(driver: Driver, first: Array, second: Array) -> None:
-    network = method_of(driver).network
-    driver.set_logits(first, network.first)
-    driver.set_logits(second, network.second)
-
 
 # -- warm-up -----------------------------------------------------------------------------------------------------------
 
@@ -74,17 +51,6 @@ def test_the_warm_up_is_cross_entropy_with_or_without_the_confidence_penalty(pen
 
 
 # -- division ----------------------------------------------------------------------------------------------------------
-
-
-def losses_of(logits: Array) -> Array:
-    return np.array([-math.log(softmax(row)[label]) for row, label in zip(logits, LABELS, strict=True)])
-
-
-def draw_logits(seed: int, wrong: list[int]) -> Array:
-    """Logits that fit the labels, except those in `wrong`."""
-    signs = np.array([-1 if index in wrong else 1 for index in range(SAMPLES)])
-    noise = np.random.default_rng(seed).normal(size=(SAMPLES, CLASSES)) * 0.3
-    return 2.0 * signs[:, None] * np.eye(CLASSES)[LABELS] + noise
 
 
 def test_each_network_divides_the_samples_for_the_other() -> None:
@@ -153,86 +119,6 @@ def test_samples_that_cannot_be_read_or_have_no_label_take_no_part() -> None:
 
 
 # -- steps -------------------------------------------------------------------------------------------------------------
-
-
-class ByHand:
-    """The loss of one step in float64, from the weights before it and the images that reached the networks."""
-
-    def __init__(self, driver: Driver, clean: Array) -> None:
-        self.settings, self.clean = method_of(driver).settings, clean
-        pair = method_of(driver).network
-        self.logits = [self._logits(network) for network in (pair.first, pair.second)]  # (views, samples, K) each
-
-    @staticmethod
-    def _logits(network: nn.Module) -> Array:
-        layer = list(network.modules())[-1]
-        assert isinstance(layer, nn.Linear)
-        by_feature = (layer.weight.detach().double().T + layer.bias.detach().double()).numpy()
-        found: Array = by_feature.reshape(2, SAMPLES, CLASSES)
-        return found
-
-    def is_labelled(self, network: int, sample: int) -> bool:
-        return bool(self.clean[sample, 1 - network] > self.settings.threshold)
-
-    def target(self, network: int, sample: int) -> Array:
-        own, peer = (softmax(self.logits[which][:, sample]).mean(0) for which in (network, 1 - network))
-        guess = (own + peer) / 2
-        if self.is_labelled(network, sample):
-            w = self.clean[sample, 1 - network]
-            guess = w * np.eye(CLASSES)[LABELS[sample]] + (1 - w) * own
-        sharp: Array = guess ** (1 / self.settings.temperature)
-        return sharp / sharp.sum()
-
-    def loss(self, network: int, logits: Tensor, items: list[tuple[int, dict[int, float]]], weight: float) -> Tensor:
-        """Of mixed items, each with its own unit vector and all that it consists of; `weight` of the unlabelled."""
-        supervised, squares, p_of_items = [], [], []
-        for z, (own, parts) in zip(logits, items, strict=True):
-            p = z.exp() / z.exp().sum()
-            wanted = torch.from_numpy(sum(share * self.target(network, at % SAMPLES) for at, share in parts.items()))
-            p_of_items.append(p)
-            if self.is_labelled(network, own % SAMPLES):
-                supervised.append(-(wanted * p.log()).sum())
-            else:
-                squares.append((p - wanted).square().sum() / CLASSES)
-        mean = torch.stack(p_of_items).mean(0)
-        regularised = sum((1 / CLASSES) * ((1 / CLASSES) / share).log() for share in mean)
-        total = torch.stack(supervised).mean() + regularised
-        return total + weight * torch.stack(squares).mean() if squares else total
-
-
-def take_step(driver: Driver, clean: Array, batch: Batch, lr: float = 0.0) -> tuple[Taken, ByHand, list[list[int]]]:
-    """Also the oracle of the step, and the samples of the batch by network, in its order."""
-    oracle = ByHand(driver, clean)
-    networks = networks_of(driver, oracle, batch)
-    own = [[int(i) for i, which in zip(batch.index, networks, strict=True) if which == n] for n in range(2)]
-    return driver.step(batch, lr), oracle, own
-
-
-def networks_of(driver: Driver, oracle: ByHand, batch: Batch) -> list[int]:
-    """Which network each column is for: parts are a labelled and an unlabelled one for each network."""
-    first = method_of(driver).parts(2)[0].samples
-    assert first is not None
-    (leading,) = (n for n in range(2) if all(oracle.is_labelled(n, int(sample)) for sample in first))
-    assert batch.part is not None
-    return [leading if part < 2 else 1 - leading for part in batch.part.tolist()]
-
-
-def distinct_batch(driver: Driver, count: int) -> Batch:
-    """The first `count` samples of every part, in turn."""
-    parts = method_of(driver).parts(2)
-    columns = [
-        (place, int(sample), number)
-        for number, part in enumerate(parts)
-        for place, sample in enumerate([] if part.samples is None else part.samples[:count])
-    ]
-    columns.sort()
-    return driver.batch([sample for _, sample, _ in columns], part=[number for _, _, number in columns])
-
-
-def items_of(taken: Taken, network: int, own: list[int]) -> list[tuple[int, dict[int, float]]]:
-    """The mixed items of one network: the first views of its samples in the order of the batch, then the second."""
-    features = [*own, *(sample + SAMPLES for sample in own)]
-    return list(zip(features, parts_of_mixed(taken.inputs[-1][network]), strict=True))
 
 
 @pytest.mark.parametrize("threshold", [0.5, 0.7])
@@ -323,81 +209,3 @@ def test_targets_are_predicted_in_evaluation_mode_and_have_no_gradient() -> None
     assert not guesses.requires_grad
     assert float(guesses.abs().max()) < 5
     assert driver.network.training
-
-
-# -- parts that are missing --------------------------------------------------------------------------------------------
-
-
-def test_equal_losses_label_all_samples() -> None:
-    driver = make()
-    set_both(driver, np.zeros((SAMPLES, CLASSES)), np.zeros((SAMPLES, CLASSES)))
-    parts = driver.begin(2)
-    assert [len(part.samples) for part in parts] == [SAMPLES, 0, SAMPLES, 0]
-    taken = driver.step(driver.batch_of_parts(parts))
-    assert math.isfinite(taken.loss)
-    assert taken.outputs[-1].grad is not None
-    assert torch.isfinite(taken.outputs[-1].grad).all()
-
-
-def test_one_labelled_sample_is_enough() -> None:
-    driver = make()
-    clean = np.full((SAMPLES, 2), 0.1)
-    clean[7] = 0.9
-    driver.begin(2)
-    set_clean(driver, clean)
-    parts = method_of(driver).parts(2)
-    assert [part.samples.tolist() for part in parts] == [[7], [*range(7), *range(8, 12)]] * 2
-    taken = driver.step(distinct_batch(driver, 3))
-    assert math.isfinite(taken.loss)
-
-
-@pytest.mark.parametrize("network", [0, 1])
-def test_if_a_network_has_no_labelled_samples_the_epoch_is_another_one_of_warm_up(network: int) -> None:
-    driver = make()
-    clean = np.full((SAMPLES, 2), 0.9)
-    clean[:, network] = 0.1
-    clean[3] = np.nan
-    driver.begin(2)
-    set_clean(driver, clean)
-    (part,) = method_of(driver).parts(2)
-    assert part.samples is not None
-    assert part.samples.tolist() == [i for i in range(SAMPLES) if i != 3]
-    taken = driver.step(driver.batch(part.samples.tolist()))
-    expected = sum(
-        -math.log(softmax(row)[label])
-        for row, label in zip(taken.outputs[0].detach(), 2 * [LABELS[i] for i in part.samples], strict=True)
-    )
-    assert taken.loss == pytest.approx(expected, rel=1e-5)
-    assert len(taken.inputs) == 1
-
-
-def test_an_epoch_that_draws_some_samples_is_ramped_over_its_own_steps() -> None:
-    """With data.balanced_per_epoch, samples of earlier draws keep their w, but are not in this epoch."""
-    driver = make(batch=2, warmup=1, unlabelled_weight=30.0, ramp=4.0)
-    set_both(driver, draw_logits(0, wrong=[0, 1, 6]), draw_logits(1, wrong=[2, 3, 7, 8]))
-    for epoch, drawn in ((1, np.arange(6)), (2, np.arange(6, 12))):
-        driver.trainer.drawn_samples = drawn
-        parts = driver.begin(epoch)
-    steps = len(np.intersect1d(parts[0].samples, drawn))  # the stream takes one of those drawn in each step
-    assert steps == 5
-    clean, batch = driver.table("division")["clean"].double().numpy(), distinct_batch(driver, 2)
-    for step in range(3):
-        taken, oracle, own = take_step(driver, clean, batch)
-        halves = taken.outputs[-1].detach().double().split([2 * len(samples) for samples in own])
-        weight = 30.0 * (1 + step / steps) / 4
-        expected = sum(float(oracle.loss(n, halves[n], items_of(taken, n, own[n]), weight)) for n in range(2))
-        assert taken.loss / len(batch) == pytest.approx(expected, rel=1e-4), f"step {step}"
-
-
-def test_an_epoch_in_which_no_drawn_sample_is_labelled_is_another_one_of_warm_up() -> None:
-    """Labelled samples of earlier draws do not count: the stream would have nothing to read."""
-    driver = make()
-    set_both(driver, draw_logits(0, wrong=[0, 1]), draw_logits(1, wrong=[0, 1]))
-    for epoch, drawn in ((2, np.arange(6)), (3, np.arange(6, 12))):
-        driver.trainer.drawn_samples = drawn
-        driver.begin(epoch)
-    clean = driver.table("division")["clean"].double().numpy()
-    clean[drawn] = 0.1
-    set_clean(driver, clean)
-    first = method_of(driver).parts(3)[0]
-    assert first.samples is None or len(np.intersect1d(first.samples, drawn))
