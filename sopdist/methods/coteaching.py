@@ -109,7 +109,7 @@ class Coteaching(PairMethod):
         """The losses of both networks, (2, B), from logits (2, B, K)."""
         return torch.stack([F.cross_entropy(each, labels, reduction="none") for each in logits])
 
-    def candidates(self, predicted: Tensor, counts: Tensor) -> tuple[Tensor, float]:  # noqa: ARG002
+    def candidates(self, predicted: Tensor, counts: Tensor) -> tuple[Tensor, float | Tensor]:  # noqa: ARG002
         """Of the global batch, the samples (B,) to choose from, and the share of them to leave out.
 
         `predicted` (2, B) are the classes that both networks predict, `counts` (B,) the samples that can be used.
@@ -121,12 +121,14 @@ class Coteaching(PairMethod):
         return read_verdicts(self.shared[TABLE], labels, 0.5)
 
 
-def smallest(losses: Tensor, candidates: Tensor, forget: float) -> Tensor:
+def smallest(losses: Tensor, candidates: Tensor, forget: float | Tensor) -> Tensor:
     """Which of the candidates (B,) remain when the share `forget` with the largest losses is left out.
 
-    At least one remains if there are any. Equal losses are taken in the order of the batch.
+    At least one remains if there are any. Equal losses are taken in the order of the batch. Does not wait for a GPU.
     """
-    count = int(candidates.sum())
-    keep = int((1 - forget) * count + 1e-9) or count  # (1 - 0.9) 10 is less than 1 in floating point
+    count = candidates.sum()
+    keep = ((1 - forget) * count.double() + 1e-9).floor()  # (1 - 0.9) 10 is less than 1 in floating point
+    keep = torch.where(keep > 0, keep, count)
     order = losses.where(candidates, torch.inf).sort(stable=True).indices
-    return torch.zeros_like(candidates).scatter(0, order[:keep], True) & candidates
+    place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    return (place < keep) & candidates

@@ -55,12 +55,12 @@ class CoteachingPlus(Coteaching):
         twice = self._disagree and self.settings.double_softmax
         return super().losses(logits.softmax(2) if twice else logits, labels)
 
-    def candidates(self, predicted: Tensor, counts: Tensor) -> tuple[Tensor, float]:
+    def candidates(self, predicted: Tensor, counts: Tensor) -> tuple[Tensor, float | Tensor]:
         """The samples on which the networks disagree, if there are any."""
         if not self._disagree:
             return counts, self.forget
         differ = counts & (predicted[0] != predicted[1])
-        if differ.any():
-            return differ, self.forget
         early = self._epoch * self.batch.step_of_epoch < self.settings.agree_steps
-        return (counts if early else torch.zeros_like(counts)), 0.0
+        otherwise = counts if early else torch.zeros_like(counts)
+        disagree = differ.any()
+        return torch.where(disagree, differ, otherwise), torch.where(disagree, self.forget, 0.0)

@@ -306,10 +306,9 @@ class DivideMix(PairMethod):
         squares = (p - half.targets).square().mean(1)
         ramped = settings.unlabelled_weight * min(max(self._elapsed() / settings.ramp, 0.0), 1.0)
         loss = (supervised * on_labelled).sum() / sizes[0] + ramped * (squares * on_unlabelled).sum() / sizes[1]
-        if sizes.sum() < 0.5:  # on every rank: no item can be used
-            return loss
         prior = (p * weight[:, None]).sum(0) / sizes.sum()
-        return loss + everyone.loss_of_sum(prior, _distance_from_uniform)
+        usable = sizes.sum() > 0.5  # otherwise, no item of the global batch can be used
+        return loss + everyone.loss_of_sum(prior, _distance_from_uniform) * usable
 
     def _elapsed(self) -> float:
         """Epochs since the warm-up, in fractions."""

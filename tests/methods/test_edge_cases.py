@@ -203,7 +203,7 @@ def test_the_columns_of_all_parts_fit_the_layout_that_was_announced(name: str, b
     first = {"dividemix": {"warmup": 1}, "cores2_star": {"sieve_epochs": 1}}.get(name, {})
     driver = Driver(METHODS[name].Settings(name=name, **first), LABELS, CLASSES, batch=batch)
     if name == "cores2_star" and batch == 1:
-        with pytest.raises(ConfigError, match="train.batch = 1"):
+        with pytest.raises(ConfigError, match=r"train\.batch = 1"):
             driver.method.batch_layout(batch)
         return
     layout = driver.method.batch_layout(batch)
