@@ -1,11 +1,11 @@
 """`sopdist bench methods`: training time of every method, relative to cross-entropy.
 
 Trains a small network on Fashion-MNIST with 50% of the labels resampled, as in the training-time table of the SOP paper
-(there: CIFAR-10 and a V100). The methods take turns: each turn is a run of three epochs through the trainer, of which
-the last two count: those in which a method does what it usually does, not its warm-up. Their time includes predictions
-on the training split between epochs, and excludes evaluation. Ratios compare turns of the same round.
+(there: CIFAR-10 and a V100). The methods take turns: each turn is a run of three epochs through the trainer. Only the
+last two count, because the first may be a warm-up or a first stage. Their time includes predictions on the training
+split between epochs, and excludes evaluation. Ratios compare turns of the same round.
 
-The output ends with the ratios of the paper and whether they were kept.
+The output ends with the ratios of the paper, and whether they were met.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ log: {{every: 1000000, wandb: 'off', suspects: 0}}
 
 @dataclass(frozen=True)
 class Result:
-    """Of one method."""
+    """The measured time of one method."""
 
     seconds: float  # per epoch, median over rounds
     ratio: Ratio  # to cross-entropy

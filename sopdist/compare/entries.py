@@ -1,6 +1,6 @@
 """Entries: the methods of a comparison, as written on the command line.
 
-NAME                            the method with its defaults, or with the settings of the config if it is its method
+NAME                            the method with its defaults, or with the config's settings if it is the config's method
 NAME:key=value:key=value        keys of the section `method`; a key with a dot, such as optim.lr, is any config key
 NAME@CONFIG                     with a config of its own, a path or a name in configs/, whose method is NAME
 """
@@ -34,7 +34,7 @@ class Entry:
 
     text: str  # as the user wrote it
     method: str  # method.name
-    config: str = ""  # a config of its own; empty: that of the comparison
+    config: str = ""  # a config of its own; empty: the config of the comparison
     overrides: tuple[str, ...] = ()  # config overrides of its own
 
     @property
@@ -46,7 +46,7 @@ class Entry:
 
 
 def parse_entries(text: str) -> tuple[Entry, ...]:
-    """The entries of `--methods`, separated by commas. ConfigError if one cannot be understood, or is there twice."""
+    """The entries of `--methods`, separated by commas. ConfigError if one is invalid, or is listed twice."""
     entries = tuple(_parse(part.strip()) for part in _split_outside_brackets(text))
     names: dict[str, str] = {}
     for entry in entries:
@@ -90,7 +90,7 @@ def _parse(text: str) -> Entry:
 
 
 def _split_outside_brackets(text: str) -> list[str]:
-    """Split at commas, but not at those of a value such as [40, 80]."""
+    """Split at commas, but not inside a value such as [40, 80]."""
     parts, depth = [""], 0
     for character in text:
         depth += (character in "[{(") - (character in "]})")

@@ -1,4 +1,4 @@
-"""Curves of the test accuracy over epochs: per method the mean over seeds, with a band of its standard error."""
+"""Test accuracy over epochs: the mean over the seeds of each method, with a band of one standard error."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _HEADROOM = 0.06  # of the range of the values, above and below
 
 
 def plot_curves(comparison: Comparison, found: Sequence[Results]) -> list[Path]:
-    """Write curves.svg and curves.png, with a panel per label set, if a run is finished.
+    """Write curves.svg and curves.png, with a panel per label set, if any run is finished.
 
     DataError if matplotlib is missing.
     """

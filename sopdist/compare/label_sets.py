@@ -1,4 +1,4 @@
-"""The label sets that a comparison trains on. One such as sym-0.4 is created, by the code of `sopdist labels noise`."""
+"""The label sets that a comparison trains on. `sopdist labels noise` creates missing ones such as sym-0.4."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def open_split_store(data: DataSettings) -> Store:
 
 
 def find_label_sets(texts: Sequence[str], data: DataSettings, where: str) -> tuple[TrainingLabels, ...]:
-    """The label sets of these names: existing ones, or others by kind and rate. Creates nothing.
+    """The label sets with these names: existing ones, or ones to create by kind and rate. Creates nothing.
 
     `where` is the option or key that names them.
     """
@@ -90,7 +90,7 @@ def _find(text: str, existing: Sequence[str], store: Store, where: str) -> Train
 
 
 def create_label_set(data: DataSettings, noise: Sequence[str], where: str) -> None:
-    """`sopdist labels noise`, in this process; its output goes to stderr. `where` starts the messages of errors."""
+    """Run `sopdist labels noise` in this process; its output goes to stderr. `where` starts error messages."""
 
     class Strict(Parser):
         """Raises errors instead of exiting."""
@@ -108,7 +108,7 @@ def create_label_set(data: DataSettings, noise: Sequence[str], where: str) -> No
 
 
 def noise_of_recipe(recipe: Mapping[str, Any], name: str, existing: Sequence[str]) -> tuple[str, ...]:
-    """The arguments of `sopdist labels noise` that create the same noise for another split; none if that is impossible.
+    """The arguments of `sopdist labels noise` that create the same noise for another split; empty if impossible.
 
     `existing`: label sets of the other split.
     """
@@ -124,7 +124,7 @@ def noise_of_recipe(recipe: Mapping[str, Any], name: str, existing: Sequence[str
 
 
 def facts_of(data: DataSettings, name: str) -> Facts:
-    """Read a label set, and compare it with the clean labels, if there are any."""
+    """Read a label set, and compare it with the clean labels if there are any."""
     store = open_split_store(data)
     try:
         manifest = store.manifest()

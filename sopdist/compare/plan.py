@@ -1,4 +1,4 @@
-"""From the request of a user to a list of runs, checked before the first of them starts.
+"""From the request of a user to a list of runs, checked before the first one starts.
 
 A comparison is every entry x every label set x every seed. All runs share the data, the evaluation splits and the
 overrides of the command line; entries may differ in everything else, and the table lists what differs.
@@ -39,7 +39,7 @@ class Request:
     config: str  # path or name
     methods: str
     seeds: tuple[int, ...]
-    noise: tuple[str, ...]  # names of label sets, or such as sym-0.4; none: the label set of the config
+    noise: tuple[str, ...]  # label sets by name, or noise such as sym-0.4; empty: the label set of the config
     overrides: tuple[str, ...]
     test: str  # split; empty: chosen by `find_test_split`
     out: Path
@@ -96,7 +96,7 @@ class Comparison:
         return self.configs[self.entries[0]]
 
     def runs(self) -> list[Run]:
-        """All runs. The first seed of every entry comes first, so that a first table is there early."""
+        """All runs. The first seed of every entry comes first, so that a first table is available early."""
         runs = product(self.label_sets, self.request.seeds, self.entries)
         return [self._run(entry, labels.name, seed) for labels, seed, entry in runs]
 
@@ -116,7 +116,7 @@ class Comparison:
 def make_comparison(request: Request) -> Comparison:
     """Check everything that can be checked without training. Writes nothing.
 
-    ConfigError or DataError with all mistakes in the entries.
+    Raises ConfigError, which lists the mistakes of all entries, or DataError.
     """
     check_overrides(request.overrides, "")
     for override in request.overrides:
@@ -171,7 +171,7 @@ def find_validation_split(config: Config, test: str) -> str:
 
 def _arguments(entry: Entry, request: Request, config_method: str) -> list[str]:
     """Config and overrides of an entry. Its own settings come last, and win."""
-    # Another method than that of the config does not inherit the section, whose keys it does not have.
+    # A method other than the config's does not inherit its section, because it does not have those keys.
     own_section = entry.config or entry.method == config_method
     section = [] if own_section else [f"method={{name: {entry.method}}}"]
     return [str(find_config(entry.config or request.config)), *section, *request.overrides, *entry.overrides]
@@ -192,7 +192,7 @@ def _load(entry: Entry, request: Request, config_method: str) -> Config:
 
 
 def _check_splits(config: Config) -> None:
-    """DataError if a split or a label set that every run evaluates on is missing, or has other classes."""
+    """DataError if a split or label set that every run is evaluated on is missing, or has other classes."""
     store = open_split_store(config.data)
     try:
         classes = len(store.manifest().classes)
@@ -229,7 +229,7 @@ def _costs(config: Config) -> Costs:
 
 
 def _try_start(config: Config, samples: int, classes: int) -> None:
-    """Let the method check its settings against the data, as a run does at its start. The labels do not matter."""
+    """Let the method check its settings against the data, as at the start of a run. The labels do not matter."""
     labels = np.arange(samples) % classes
     train, device = config.train, torch.device("cpu")
     setup = Setup(samples, classes, train.epochs, train.batch, labels, seed=0, device=device, group=None)
@@ -238,7 +238,7 @@ def _try_start(config: Config, samples: int, classes: int) -> None:
     except UserError:
         raise
     except Exception:
-        return  # no mistake of the user: perhaps it needs more of the trainer than there is here
+        return  # not the user's mistake: the method may need more of the trainer than there is here
 
 
 def _check_names(runs: Sequence[Run]) -> None:

@@ -22,7 +22,7 @@ RECORD = "compare.json"
 FORMAT = 1
 _LOCK = ".lock"
 
-# Keys that are no part of the record: chosen by the comparison itself, or without effect on the results.
+# Keys that are not part of the record: chosen by the comparison itself, or without effect on the results.
 _CHOSEN = ("run.", "data.labels")
 _HARMLESS = (
     "data.root", "data.threads", "data.prefetch", "data.device", "data.cache", "data.cache_bytes", "engine.threads",
@@ -39,7 +39,7 @@ def settings_of(config: Config) -> dict[str, Any]:
 def check_record(comparison: Comparison, *, part: bool = False) -> None:
     """ConfigError if the folder compares something else. Writes nothing.
 
-    `part`: this may be a part of what the folder compares, because a task may be older than an addition.
+    `part`: the comparison may be only a part of what the folder compares: a task may be older than an addition.
     """
     path = comparison.out / RECORD
     if not path.exists():
@@ -68,7 +68,7 @@ def write_record(comparison: Comparison, *, part: bool = False) -> None:
 
 @contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """Create the folder, and let other processes wait that set it up at the same time."""
+    """Create the folder, and make other processes that set it up at the same time wait."""
     with cannot_write(folder):
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / _LOCK).open("a")
@@ -104,7 +104,7 @@ def _content(comparison: Comparison) -> dict[str, Any]:
 
 
 def _differences(before: Mapping[str, Any], now: Mapping[str, Any], *, part: bool) -> list[str]:
-    """What differs, apart from additions. A setting that only one side has belongs to another version of sopdist."""
+    """What differs, apart from additions. Ignores settings that only one side has: they are of another version."""
     problems = [f"the test split was {before['test']}, is {now['test']}"] if before["test"] != now["test"] else []
     if before["shards"] != now["shards"]:
         problems.append("the training split has other shards")

@@ -51,7 +51,7 @@ class RunResult:
 
     @property
     def best_epoch(self) -> int:
-        """The epoch with the best test accuracy; of equally good ones, the earliest."""
+        """The epoch with the best test accuracy; the earliest of equally good ones."""
         return max(self.curve, key=lambda epoch: (self.curve[epoch], -epoch))
 
 
@@ -90,7 +90,7 @@ class Results:
 
     @property
     def validation_is_noisy(self) -> bool:
-        """Whether the validation labels may choose: they are not known to be cleaner than the training labels."""
+        """Whether the validation labels may choose: they are not known to be clean, or the training labels are too."""
         return self.validation is not None and (self.validation_wrong != 0 or self.wrong == 0)
 
     @property
@@ -133,7 +133,7 @@ def read_result(run: Run, test: str, validation: str) -> RunResult:
 def training_seconds(lines: Iterable[Mapping[str, Any]]) -> float | None:
     """Seconds of training, from the samples and the samples/s of each line.
 
-    If a run was resumed in the middle of a line, samples/s covers only the rest of it, and is taken for all of it.
+    If a run was resumed within the steps of a line, its samples/s covers only the rest of them, and is used for all.
     """
     rates = [(line["samples"], line.get("samples_per_second")) for line in lines if line["kind"] == "train"]
     seconds = [samples / rate for samples, rate in rates if rate]
@@ -183,7 +183,7 @@ def _summarize(comparison: Comparison, labels: str, results: Mapping[Run, RunRes
 
 
 def _paired_difference(ours: Sequence[RunResult], theirs: Sequence[RunResult]) -> Mean | None:
-    """Accuracy minus that of the others, seed by seed."""
+    """Accuracy minus that of `theirs`, paired by seed."""
     base = {result.run.seed: result.last for result in theirs if result.status == FINISHED}
     own = {result.run.seed: result.last for result in ours if result.status == FINISHED}
     return mean_of(own[seed] - base[seed] for seed in own if seed in base)

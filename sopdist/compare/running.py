@@ -54,7 +54,7 @@ def is_finished(run: Run) -> bool:
 def train_runs(runs: Sequence[Run], launcher: str = "", total: Sequence[Run] | None = None) -> list[Run]:
     """Train all runs that are not finished; returns those that failed. Prints progress to stderr.
 
-    `launcher` starts the ranks of each run; empty: one process. `total`: all runs of the comparison, by default these.
+    `launcher` starts the ranks of each run; empty: one process. `total`: all runs of the comparison; default: `runs`.
     """
     started, failed, seconds = time.monotonic(), list[Run](), dict[Run, float]()
     all_runs = runs if total is None else total
@@ -78,7 +78,7 @@ def train_runs(runs: Sequence[Run], launcher: str = "", total: Sequence[Run] | N
 def train_process(run: Run, launcher: str) -> int:
     """Train a run in a process of its own, until it ends; returns its exit code.
 
-    On Ctrl-C, the run saves a checkpoint before it exits; on a second one, it is killed.
+    On Ctrl-C, the run saves a checkpoint before it exits; a second Ctrl-C kills it.
     """
     command = training_command(run, launcher)
     with cannot_write(run.log):
@@ -116,12 +116,12 @@ def training_environ(run: Run, launcher: str) -> dict[str, str]:
     environ.setdefault("WANDB_RUN_GROUP", run.folder.absolute().parent.parent.name)
     environ.setdefault("WANDB_JOB_TYPE", JOB_TYPE)
     if launcher:
-        environ.setdefault("OMP_NUM_THREADS", "1")  # avoids a long warning of torchrun; each rank sets its own number
+        environ.setdefault("OMP_NUM_THREADS", "1")  # avoids a long warning from torchrun; each rank sets its own number
     return environ
 
 
 def _wait(process: subprocess.Popen[bytes], run: Run) -> int:
-    """Wait, and show how many epochs are done."""
+    """Wait for the process, and show how many epochs are done."""
     shown = sys.stderr.isatty()
     with progress_bar(total=run.epochs, desc=run.name, unit="epoch", leave=False, disable=not shown) as bar:
         while True:
@@ -142,7 +142,7 @@ def _save_and_stop(process: subprocess.Popen[bytes], run: Run) -> None:
 
 
 def _epochs_done(path: Path) -> int:
-    """The number of epochs that metrics.jsonl has an evaluation of, or that its last line is after."""
+    """The number of finished epochs, from the last line of metrics.jsonl: a `train` line does not end its epoch."""
     with suppress(OSError), path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
         for line in reversed(file.read().splitlines()):
@@ -155,7 +155,7 @@ def _epochs_done(path: Path) -> int:
 def _remaining(runs: Sequence[Run], failed: Sequence[Run], measured: Mapping[Run, float]) -> str:
     """`, about 01:20 left`, from how long the finished runs took, those of the same method if possible.
 
-    `measured`: seconds of the runs of this start; those of earlier ones are in their summaries.
+    `measured`: seconds of the runs that this command trained; those of earlier runs are in their summaries.
     """
     seconds: dict[str, list[float]] = {}
     waiting = [run for run in runs if run not in failed and not is_finished(run)]

@@ -42,7 +42,7 @@ def as_text(comparison: Comparison, found: Sequence[Results]) -> str:
 
 
 def heading(results: Results) -> str:
-    """The label set, and how wrong it is."""
+    """The label set, and how many of its labels are wrong."""
     wrong = "" if results.wrong is None else f" ({results.wrong:.1%} of the training labels are wrong)"
     return f"label set {results.labels}{wrong}"
 
@@ -67,7 +67,7 @@ def winner_text(results: Results) -> str:
     where = f"{validation.split}, label set {validation.labels} ({share})"
     if not results.validation_is_noisy:
         return (
-            f"No winner: the labels of {where} are clean, so that a choice by them would need clean labels. Add a "
+            f"No winner: the labels of {where} are clean, and clean labels must not choose a method. Add a "
             f"label set {results.labels} to that split, with the noise of the training labels."
         )
     if not results.winners:
@@ -109,7 +109,7 @@ def _time_note(found: Sequence[Results]) -> str:
     seconds = [row.seconds for results in found for row in results.rows if row.entry == reference and row.seconds]
     shown = f" ({', '.join(f'{value:.3g} s' for value in seconds)})" if seconds else ""
     return (
-        f"Time: seconds of training without evaluation and start, median over the seeds, relative to {reference.text}"
+        f"Time: seconds of training without startup and evaluation, median over seeds, relative to {reference.text}"
         f"{shown}. Compare only runs on the same machine."
     )
 
@@ -172,7 +172,7 @@ def _values(row: Row) -> dict[str, Any]:
 
 
 def _csv(found: Sequence[Results]) -> str:
-    """One row per label set and entry; empty cells for values that do not exist."""
+    """One row per label set and entry; cells are empty for values that do not exist."""
     rows = [
         {"label_set": results.labels, "method": row.entry.text, **_values(row), "winner": row.entry in results.winners}
         for results in found

@@ -1,8 +1,8 @@
 """The label set of the validation split that may choose a method: as noisy as the training labels.
 
-Clean labels must not choose a method, because whoever has them would train on them. Unless the config names a label set
-for the validation split (evaluate.label_sets), runs are evaluated there with the noise of their training labels, which
-is created if it does not exist.
+Clean labels must not choose a method, because anyone who has them would train on them. Unless the config names a label
+set for the validation split (evaluate.label_sets), runs are evaluated there with the noise of their training labels,
+which is created if it does not exist.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Validation:
     noise: tuple[str, ...] = ()  # how to create it: arguments of `sopdist labels noise`; empty: it exists
 
     def data(self, config: Config) -> DataSettings:
-        """The split."""
+        """The data settings of the split."""
         return data_of_split(config.data, config.evaluate.splits[self.split])
 
     def create(self, config: Config) -> None:

@@ -1,8 +1,8 @@
 """Epochs whose batches have several parts, such as labelled and unlabelled samples.
 
 Each part fills its own columns of every batch with its own samples, in a random order of its own. The first part
-decides how long the epoch is: each of its samples occurs once. The others are repeated, in a new order every time, or
-cut to that length. Columns of all parts alternate, so that every rank gets its share of each.
+determines the length of the epoch: each of its samples occurs once. The others are repeated, in a new order each time,
+or cut to that length. The columns of the parts alternate, so that every rank gets its share of each part.
 
 Example: part 0 has samples 0 to 3 in 2 columns, part 1 has samples 4 to 6 in 1 column. With columns of parts 0 1 0:
 
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from .plan import NO_SAMPLE, Indices, Plan
 
-_FIRST_STREAM = 1000  # of random numbers: far from those of other purposes
+_FIRST_STREAM = 1000  # of random numbers: far from streams with other purposes
 _MAX_PARTS = 8
 
 

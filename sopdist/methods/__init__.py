@@ -1,4 +1,4 @@
-"""Methods: what is trained and how, one file each with its settings, behind one interface (`method.py`).
+"""Methods: what is trained and how. One file per method, with its settings, behind one interface (`method.py`).
 
 To add one: write a file with `Settings` and a subclass of `Method` or `LossMethod`, and add the class to `METHODS`.
 """

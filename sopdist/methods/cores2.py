@@ -35,8 +35,8 @@ _TINY = 1e-8  # added to probabilities before their logarithm; published
 class SieveSettings(MethodSettings):
     """The confidence term and the sieve."""
 
-    strength: float = 2.0  # of the confidence term in the end
-    warmup: int | None = None  # epochs of plain cross-entropy; null: a tenth of train.epochs; published: 10 of 100
+    strength: float = 2.0  # of the confidence term after the ramp
+    warmup: int | None = None  # epochs without the confidence term; null: a tenth of train.epochs; published: 10 of 100
     ramp_end: int | None = None  # epoch at which the full strength is reached; null: four tenths; published: 40
     sieve_from: int | None = None  # epochs before the sieve leaves samples out; null: three tenths; published: 31
     divide_lr: bool = True  # divide the learning rate by 1 + beta, as published
@@ -72,7 +72,7 @@ class CORES2(TableMethod):
         return Cost(1, (verdict_cost(TABLE),))
 
     def make_tables(self, setup: Setup, *, first: int, stride: int) -> dict[str, SampleTable]:
-        """The scores of the last visits."""
+        """The score of each sample at its last visit."""
         return {TABLE: VerdictTable(setup, first=first, stride=stride)}
 
     def start(self, setup: Setup) -> None:
@@ -85,7 +85,7 @@ class CORES2(TableMethod):
         self._beta, self._sieving = 0.0, False
 
     def between_epochs(self, epoch: int, trainer: Trainer) -> None:
-        """The class shares without the samples that were left out."""
+        """Recompute the class shares without the samples that were left out."""
         super().between_epochs(epoch, trainer)
         kept = (self._counts - self.left_out).clamp_min(0)
         if kept.sum() > 0:
@@ -93,7 +93,7 @@ class CORES2(TableMethod):
         self.left_out.zero_()
 
     def begin_epoch(self, epoch: int) -> None:
-        """The strength of the confidence term, and whether the sieve is on."""
+        """Set the strength of the confidence term, and whether the sieve is on."""
         self._beta = self.beta(epoch)
         self._sieving = epoch >= self._epochs_of(self.settings.sieve_from, 0.3)
 
@@ -139,9 +139,9 @@ class CORES2(TableMethod):
 
 
 def cores2_losses(logits: Tensor, labels: Tensor, shares: Tensor, beta: float) -> tuple[Tensor, Tensor]:
-    """Losses and scores of each sample, (B,), for your own loop; `shares` are those of the classes, (K,).
+    """The loss and the score of each sample, (B,), for your own loop; `shares` (K,) are the class shares.
 
-    Samples with a positive score are to be left out.
+    Leave out samples with a positive score.
     """
     negative_log = -(logits.softmax(1) + _TINY).log()  # CE_i(k), (B, K)
     own = negative_log.gather(1, labels[:, None])[:, 0]

@@ -1,11 +1,11 @@
-"""CORES2* (Cheng et al., ICLR 2021): CORES2, then a new network that uses the samples left out without their labels.
+"""CORES2* (Cheng et al., ICLR 2021): CORES2, then a new network that uses the samples left out, but not their labels.
 
-The first `sieve_epochs` epochs are CORES2. Its scores divide the samples for good. A network that has not been trained
-then learns, with strongly augmented views,
+The first `sieve_epochs` epochs are CORES2. Its scores then divide the samples permanently, and a fresh network
+learns, with strongly augmented views,
 
     CE(p(strong), y) on the samples kept + consistency KL(p(weak) || p(strong)) on the others; p(weak) has no gradient
 
-Both stages use the optimizer of the config; its schedule starts again with the second one.
+Both stages use the optimizer of the config; its schedule restarts with the second one.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from .cores2 import CORES2, TABLE, SieveSettings
 from .method import BatchLayout, Cost, Forward, Setup, StepOutput, Trainer
 from .verdicts import VerdictTable
 
-_UNLABELLED = 1  # the part of a batch
+_UNLABELLED = 1  # index of the part of a batch with the samples left out
 
 
 @dataclass(frozen=True)
 class CORES2StarSettings(SieveSettings):
     """CORES2, then consistency training on the samples left out."""
 
-    name: Literal["cores2_star"] = "cores2_star"  # CORES2, then use what it left out
-    sieve_epochs: int | None = None  # epochs of CORES2 before; null: a third of train.epochs
+    name: Literal["cores2_star"] = "cores2_star"  # CORES2, then consistency training on what it left out
+    sieve_epochs: int | None = None  # epochs of CORES2 in the first stage; null: a third of train.epochs
     consistency: float = 0.4  # weight of the samples left out; published: 0.2, 0.4, 0.9 at noise rates 0.2, 0.4, 0.6
-    unlabelled: float = 1 / 3  # share of a batch that they get; published: 0.2, 1/3, 3/7 at these rates
+    unlabelled: float = 1 / 3  # their share of a batch; published: 0.2, 1/3, 3/7 at these noise rates
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -55,7 +55,7 @@ class CORES2Star(CORES2):
     settings: CORES2StarSettings
 
     def views(self) -> tuple[Policy | None, ...]:
-        """A weak and a strong one."""
+        """A weak and a strong view."""
         return (None, Policy())
 
     def batch_layout(self, batch: int) -> BatchLayout:
@@ -65,7 +65,7 @@ class CORES2Star(CORES2):
         return BatchLayout(batch - self._columns(batch), batch)
 
     def _columns(self, batch: int) -> int:
-        """For the samples left out."""
+        """The number of columns for the samples left out."""
         return min(max(1, round(batch * self.settings.unlabelled)), batch - 1)
 
     def stages(self, epochs: int) -> tuple[int, ...]:
@@ -78,7 +78,7 @@ class CORES2Star(CORES2):
         return min(epochs, max(1, epochs // 3) if wanted is None else wanted)
 
     def sieve_epochs(self) -> int:
-        """Those of the first stage."""
+        """The epochs of the first stage."""
         return self._first_stage(self.setup.epochs)
 
     def cost(self, samples: int, classes: int) -> Cost:
@@ -103,12 +103,12 @@ class CORES2Star(CORES2):
             trainer.restart()
 
     def begin_epoch(self, epoch: int) -> None:
-        """Which stage it is."""
+        """Set which stage this is."""
         super().begin_epoch(epoch)
         self._second_stage = epoch >= self.sieve_epochs()
 
     def beta(self, epoch: int) -> float:
-        """None in the second stage."""
+        """0 in the second stage."""
         return super().beta(epoch) if epoch < self.sieve_epochs() else 0.0
 
     def parts(self, epoch: int) -> tuple[Part, ...]:

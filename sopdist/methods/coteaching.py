@@ -1,10 +1,10 @@
-"""Co-teaching (Han et al., NeurIPS 2018): two networks that choose each other's samples, those with small losses.
+"""Co-teaching (Han et al., NeurIPS 2018): two networks that choose samples with small losses for each other.
 
 In epoch e both networks leave out the share f(e) of the batch with the largest losses, and each learns from what the
 other one keeps: loss_a = mean CE_a over the samples that b keeps. f rises linearly from 0 to `forget` within `ramp`
 epochs. The choice is made over the batch of all ranks.
 
-A label is flagged if its loss is more often among the large ones than not.
+A label is flagged if its loss is among the large ones more often than not.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from .pair import PairMethod, both
 from .verdicts import VerdictTable, give_verdicts, read_verdicts, verdict_cost
 
 TABLE = "left_out"
-KEEP = 0.8  # of the share of visits in which a sample was left out: about the last five count
+KEEP = 0.8  # decay of the share of visits in which a sample was left out: about the last five count
 
 
 @dataclass(frozen=True)
 class SelectionSettings(MethodSettings):
     """How many samples two networks leave out."""
 
-    forget: float = 0.2  # share of samples that is left out in the end; published: the true noise rate
-    ramp: int | None = None  # epochs in which that share rises from 0; null: 10, or a tenth of train.epochs if less
-    exponent: float = 1.0  # the share rises to forget^exponent, and is `forget` afterwards
-    ensemble: bool = False  # predict with both networks; published: only with one
+    forget: float = 0.2  # share of samples left out after the ramp; published: the true noise rate
+    ramp: int | None = None  # epochs over which that share rises from 0; null: 10, or a tenth of train.epochs if less
+    exponent: float = 1.0  # the share rises to forget^exponent, then is `forget`
+    ensemble: bool = False  # predict with both networks; published: with one
 
     def __post_init__(self) -> None:
         if not 0 <= self.forget < 1:
@@ -74,11 +74,11 @@ class Coteaching(PairMethod):
         return Cost(2, (verdict_cost(TABLE),))
 
     def make_tables(self, setup: Setup, *, first: int, stride: int) -> dict[str, SampleTable]:
-        """How often a sample is left out."""
+        """How often each sample is left out."""
         return {TABLE: VerdictTable(setup, first=first, stride=stride, keep=KEEP)}
 
     def begin_epoch(self, epoch: int) -> None:
-        """The share to leave out."""
+        """Set the share to leave out."""
         settings = self.settings
         ramp = settings.ramp or max(1, min(10, self.setup.epochs // 10))
         reached = settings.forget**settings.exponent
@@ -124,7 +124,7 @@ class Coteaching(PairMethod):
 def smallest(losses: Tensor, candidates: Tensor, forget: float | Tensor) -> Tensor:
     """Which of the candidates (B,) remain when the share `forget` with the largest losses is left out.
 
-    At least one remains if there are any. Equal losses are taken in the order of the batch. Does not wait for a GPU.
+    If none would remain, all do. Equal losses are ranked in the order of the batch. Does not wait for a GPU.
     """
     count = candidates.sum()
     keep = ((1 - forget) * count.double() + 1e-9).floor()  # (1 - 0.9) 10 is less than 1 in floating point

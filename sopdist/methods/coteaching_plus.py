@@ -1,7 +1,7 @@
 """Co-teaching+ (Yu et al., ICML 2019): Co-teaching among the samples on which the two networks disagree.
 
 During the first `warmup` epochs it is Co-teaching. After that, only samples whose predicted classes differ take part.
-If there are none, both networks learn from the whole batch while epoch x step < `agree_steps`, and from nothing later.
+If there are none, both networks learn from the whole batch while epoch x step < `agree_steps`, later from nothing.
 """
 
 from __future__ import annotations
@@ -21,10 +21,8 @@ class CoteachingPlusSettings(SelectionSettings):
     """Co-teaching among the samples on which the networks disagree."""
 
     name: Literal["coteaching_plus"] = "coteaching_plus"  # Co-teaching where the networks disagree
-    warmup: int | None = (
-        None  # epochs of Co-teaching before; published: 20 for CIFAR-10, 5 for CIFAR-100; null: a tenth
-    )
-    agree_steps: int = 5000  # if nobody disagrees, learn from the whole batch while epoch x step is less than this
+    warmup: int | None = None  # epochs of Co-teaching; published: 20, 5 for CIFAR-100; null: a tenth of train.epochs
+    agree_steps: int = 5000  # if the networks agree, learn from the whole batch while epoch x step is less than this
     double_softmax: bool = False  # apply softmax twice after the warm-up, as the authors' code does
 
     def __post_init__(self) -> None:
@@ -36,7 +34,7 @@ class CoteachingPlusSettings(SelectionSettings):
 
 
 class CoteachingPlus(Coteaching):
-    """Co-teaching among disagreements."""
+    """Co-teaching among the samples on which the networks disagree."""
 
     Settings = CoteachingPlusSettings
     settings: CoteachingPlusSettings
@@ -44,7 +42,7 @@ class CoteachingPlus(Coteaching):
     _disagree = False
 
     def begin_epoch(self, epoch: int) -> None:
-        """Whether only disagreements count."""
+        """Set whether only disagreements count."""
         super().begin_epoch(epoch)
         warmup = self.settings.warmup
         self._epoch = epoch

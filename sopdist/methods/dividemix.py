@@ -1,14 +1,14 @@
-"""DivideMix (Li et al., ICLR 2020): two networks divide samples for each other; those with large losses lose labels.
+"""DivideMix (Li et al., ICLR 2020): two networks divide the samples; those with large losses lose their labels.
 
 Warm-up: cross-entropy for both networks; with `penalty`, minus the entropy of the predictions. Then, before each epoch,
 a mixture of two normal distributions is fitted to each network's losses, and w_i is the probability that sample i
 belongs to the one with the small losses. Network a works with w of its peer b: samples with w_i > `threshold` keep
-their labels, the others lose them. Of every image there are two views. In a step, without gradients,
+their labels, the others lose them. Every image has two views. In a step, without gradients,
 
     labelled     q = sharpen(w y + (1 - w) mean of p_a over the views)
     unlabelled   q = sharpen(mean of p_a and p_b over the views)          sharpen(q) = q^(1/T) / sum
 
-All views are mixed with random partners, with a share of at least one half, and
+All views are mixed with random partners, keeping a share of at least one half, and
 
     loss_a = CE(p_a, q) on labelled + ramp weight mean (p_a - q)^2 on unlabelled + sum_k (1/K) log((1/K) / mean p_a,k)
 
@@ -50,16 +50,14 @@ class DivideMixSettings(MethodSettings):
     """DivideMix."""
 
     name: Literal["dividemix"] = "dividemix"  # two networks divide samples by their losses, and mix them
-    warmup: int | None = (
-        None  # epochs of cross-entropy; published: 10, 30 for CIFAR-100, 1 for large data; null: a tenth
-    )
+    warmup: int | None = None  # epochs of cross-entropy; published: 10, CIFAR-100 30, large data 1; null: a tenth
     penalty: bool = False  # confidence penalty in the warm-up; published: for asymmetric noise and Clothing1M
     threshold: float = 0.5  # of the probability of a small loss; published: 0.5, 0.6 at 90% noise
     unlabelled_weight: float = 25.0  # published: 0 to 50 for CIFAR-10, 25 to 150 for CIFAR-100; 0 for real label noise
-    ramp: float = 16.0  # epochs after the warm-up in which that weight rises from 0
+    ramp: float = 16.0  # epochs after the warm-up over which that weight rises from 0
     temperature: float = 0.5  # of sharpening
     mixup_alpha: float = 4.0  # published: 4, 0.5 for Clothing1M and WebVision
-    history: int = 1  # epochs whose losses are averaged before they are divided; published: 1, 5 at 90% noise
+    history: int = 1  # epochs whose losses are averaged for the division; published: 1, 5 at 90% noise
 
     def __post_init__(self) -> None:
         if self.warmup is not None and self.warmup < 1:
@@ -83,7 +81,7 @@ class DivisionTable(SampleTable):
     losses: Tensor  # (rows, history, 2) float32, scaled to [0, 1], the latest first; NaN where there is none
     clean: Tensor  # (rows, 2) float32: w of the first and of the second network; NaN before the first division
     predicted: Tensor  # (rows,) int32
-    divided: Tensor  # (rows,) int32: the epoch of the latest division that it was part of; -1: none
+    divided: Tensor  # (rows,) int32: the epoch of the sample's latest division; -1: none
 
     def __init__(self, setup: Setup, history: int, *, first: int, stride: int) -> None:
         super().__init__(setup.samples, setup.classes, first=first, stride=stride)
@@ -111,7 +109,7 @@ class DivideMix(PairMethod):
     _epoch, _steps = 0, 1  # of the current epoch
 
     def views(self) -> tuple[Policy | None, ...]:
-        """Two weak ones."""
+        """Two weak views."""
         return (None, None)
 
     def full_batch_setting(self) -> str:
@@ -124,7 +122,7 @@ class DivideMix(PairMethod):
         return BatchLayout(half, max(batch, 4 * half))
 
     def cost(self, samples: int, classes: int) -> Cost:  # noqa: ARG002
-        """Per labelled sample and network: 6 views without gradients, and 4 with them; 2 without unlabelled ones."""
+        """Per labelled sample and network: 6 views without gradients, 4 with; 2 with if `unlabelled_weight` is 0."""
         row = 8 * self.settings.history + 8 + 4 + 4
         passes = 2 * (6 + (4 if self.settings.unlabelled_weight else 2))
         return Cost(passes, (TableCost(TABLE, "dense", row, 8, 0, 8),))
@@ -166,14 +164,14 @@ class DivideMix(PairMethod):
         self._divided = torch.full((1,), -1, dtype=torch.int64)  # the epoch of the latest one
 
     def begin_epoch(self, epoch: int) -> None:
-        """For the ramp."""
+        """Store the epoch, for the ramp."""
         self._epoch = epoch
 
     def parts(self, epoch: int) -> tuple[Part, ...]:
         """All samples in the warm-up; then for each network its labelled and its unlabelled ones.
 
-        The network with more labelled samples comes first and decides on the length of the epoch. If a network has no
-        labelled samples at all, the epoch is another one of warm-up.
+        The network with more labelled samples comes first and determines the length of the epoch. If a network has no
+        labelled samples at all, the epoch is one more of warm-up.
         """
         self._roles, batch = (), self.setup.batch
         self._steps = max(1, -(-self.setup.samples // batch))
@@ -197,7 +195,7 @@ class DivideMix(PairMethod):
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     def step(self, forward: Forward, batch: Batch) -> StepOutput:
-        """Warm-up, or both networks on their own parts of the batch."""
+        """A step of the warm-up, or of both networks on their own parts of the batch."""
         clean = self.shared[TABLE].rows(batch.index)[0]  # (B, 2)
         self.shared[TABLE].skip(len(batch))
         if not self._roles:
@@ -244,7 +242,7 @@ class DivideMix(PairMethod):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Mean probabilities (B, K) over views, and for unlabelled samples over networks.
 
-        Also logits of a sample's own network on the first view, and which samples have finite ones.
+        Also returns each sample's logits by its own network on the first view, and which samples have finite logits.
         """
         needed = [(network_of == network) | ~labelled for network in range(2)]  # its own, and all unlabelled
         images = [views[:, mask].flatten(0, 1) for mask in needed]
@@ -264,7 +262,7 @@ class DivideMix(PairMethod):
         return mean.where(finite[:, None], 1 / total.shape[1]), logits.where(finite[:, None], 0), finite
 
     def _targets(self, guessed: Tensor, labels: Tensor, clean: Tensor, network_of: Tensor, labelled: Tensor) -> Tensor:
-        """Sharpened targets (B, K). The weight of a label is that of the peer."""
+        """Sharpened targets (B, K). A label is weighted with w of the peer."""
         weight = clean.gather(1, 1 - network_of[:, None]).nan_to_num()  # (B, 1)
         refined = weight * F.one_hot(labels, guessed.shape[1]) + (1 - weight) * guessed
         target = torch.where(labelled[:, None], refined, guessed) ** (1 / self.settings.temperature)
@@ -332,7 +330,7 @@ class DivideMix(PairMethod):
         return super().state_dict() | {"divided": self._divided}
 
     def readout(self, labels: Tensor) -> Readout | None:
-        """The latest division; nothing during the warm-up."""
+        """The latest division; None during the warm-up."""
         if int(self._divided) < 0:
             return None
         clean = torch.from_numpy(self._clean()).mean(1)

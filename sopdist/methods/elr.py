@@ -1,11 +1,11 @@
 """Early-learning regularisation, ELR (Liu et al., NeurIPS 2020): keep predictions near their own past average.
 
-Each sample has a target t, a moving average of its predictions p. At a visit, before it is used,
+Each sample has a target t, a moving average of its predictions p. Each visit updates t, then computes the loss:
 
     t <- beta t + (1 - beta) p / sum(p)          loss = CE(p, y) + strength log(1 - <t, p>)
 
-with p clipped to [1e-4, 1 - 1e-4]. The second term pulls predictions towards t, which was learned before wrong labels
-were memorised. A label is flagged if it is not the largest entry of t.
+with p clipped to [1e-4, 1 - 1e-4], except in CE. The second term pulls predictions towards t, which was learned before
+wrong labels were memorised. A label is flagged if it is not the largest entry of t.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ Layout = Literal["float32", "float16"]
 class TargetTable(SampleTable):
     """Row i: the target of sample i, for one network or for each of several, and how often it was visited.
 
-    In the layout float16 an entry takes 2 bytes instead of 4. A visit rounds it by at most 2^-12, and beta of the error
-    so far remains, so that no entry is ever off by more than 2^-12 / (1 - beta): 0.0008 for beta = 0.7, 0.0025 for 0.9.
+    In the layout float16, an entry takes 2 bytes instead of 4. Each visit multiplies its error by beta and adds a
+    rounding error of at most 2^-12, so no entry is ever off by more than 2^-12 / (1 - beta): 0.0008 for beta = 0.7,
+    0.0025 for 0.9.
     """
 
     sent = ("target", "visits")
@@ -102,7 +103,7 @@ def read_targets(shared: SharedTable, labels: Tensor) -> Readout:
 
 
 def target_cost(classes: int, layout: Layout, networks: int = 1) -> TableCost:
-    """Of a `TargetTable`: rows are sent both ways."""
+    """The cost of a `TargetTable`: rows are sent both ways."""
     entries = networks * classes * _DTYPES[layout].itemsize
     full = networks * classes * 4 + 4
     return TableCost("target", layout, entries + 4, entries + 4, entries + 1, 2 * full)

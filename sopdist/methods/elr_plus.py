@@ -1,7 +1,6 @@
-"""ELR+ (Liu et al., NeurIPS 2020): two networks with ELR, each with targets from the other's averaged weights, on mixed
-images.
+"""ELR+ (Liu et al., NeurIPS 2020): two networks on mixed images, with ELR targets from each other's averaged weights.
 
-For network a with peer b on a batch: targets t_a move towards the prediction of b's average on the images as they are;
+For network a with peer b on a batch: targets t_a move towards the prediction of b's average on the unmixed images;
 images, labels and targets of pairs are mixed with the same share; then
 
     loss_a = CE(p_a, mixed y) + ramp strength log(1 - <mixed t_a, p_a>),    p_a of the mixed image
@@ -38,11 +37,11 @@ class ELRPlusSettings(MethodSettings):
     name: Literal["elr_plus"] = "elr_plus"  # ELR with two networks, averaged weights and MixUp
     strength: float = 3.0  # of the regulariser; published: 3 for CIFAR-10 (1 for asymmetric noise), 7 for CIFAR-100
     beta: float = 0.7  # how much of a target remains at a visit; published: 0.7 for CIFAR-10 (0.9 asymmetric), else 0.9
-    mixup_alpha: float = 1.0  # of the share of the image itself; published: 1, 1.5 for WebVision; 0: no MixUp
+    mixup_alpha: float = 1.0  # of the beta distribution of shares; published: 1, 1.5 for WebVision; 0: no MixUp
     ema: float = 0.997  # decay of the averaged weights; published: 0.997, 0.9999 for Clothing1M
-    ema_ramp: int = 40_000  # steps over which the decay rises to `ema`; 0: it is 1 - 1 / (step + 1) until then
+    ema_ramp: int = 40_000  # steps over which the decay rises to `ema`; 0: min(ema, 1 - 1 / (step + 1))
     strength_ramp: int = 0  # steps over which the strength rises; published: 0, 40000 for CIFAR-100
-    sharpen_labels: bool = False  # multiply mixed labels by mixed targets; published: only CIFAR-100
+    sharpen_labels: bool = False  # multiply mixed labels by mixed targets; published: only for CIFAR-100
     layout: Layout = "float32"  # of the targets; float16 halves memory and traffic, off by 2^-12 / (1 - beta) at most
 
     def __post_init__(self) -> None:
@@ -91,7 +90,7 @@ class ELRPlus(PairMethod):
         return "name"
 
     def full_weights_setting(self) -> str:
-        """The averages need the weights in one piece."""
+        """The averages need unsharded weights."""
         return "name"
 
     def build_network(self, make: Callable[[], nn.Module]) -> nn.Module:

@@ -1,11 +1,10 @@
-"""Forward correction (Patrini et al., CVPR 2017): predict the given label through the probabilities of its errors.
+"""Forward correction (Patrini et al., CVPR 2017): predict the given label through a matrix of labelling errors.
 
     loss = -log sum_i p_i T_iy          T_ij = probability that class i was labelled as class j
 
-Two stages in one run. First cross-entropy, without the samples of a holdout, on which the best network is chosen. Row i
-of T is then that network's prediction for an anchor: the sample that most looks like class i or, with `percentile`, the
-one just below the most extreme ones. A network that has not been trained then learns with the loss above, from all
-samples.
+A run has two stages. The first is cross-entropy without a holdout, on which the best network is chosen. Row i of T
+is then that network's prediction for an anchor: the sample that looks most like class i or, with `percentile`, the one
+just below the most extreme ones. In the second stage, a fresh network learns with the loss above, from all samples.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class ForwardSettings(MethodSettings):
     """Forward correction with an estimated transition matrix."""
 
     name: Literal["forward"] = "forward"  # forward correction: cross-entropy first, then a fresh network
-    first_epochs: int | None = None  # epochs of cross-entropy before; null: half of train.epochs; published: 120 of 240
+    first_epochs: int | None = None  # epochs of cross-entropy first; null: half of train.epochs; published: 120 of 240
     holdout: float = 0.1  # share of the samples on which the network that estimates the matrix is chosen
     percentile: float | None = 97.0  # anchors are below this percentile; null: no limit, as published for CIFAR-100
 
@@ -54,7 +53,7 @@ class ForwardCorrection(LossMethod):
     _corrected = False
 
     def stages(self, epochs: int) -> tuple[int, ...]:
-        """Before and after the estimate."""
+        """Before and after the matrix is estimated."""
         first = self._first_stage(epochs)
         return (first, epochs - first) if first < epochs else (epochs,)
 
@@ -63,13 +62,13 @@ class ForwardCorrection(LossMethod):
         return min(epochs, max(1, epochs // 2) if wanted is None else wanted)
 
     def start(self, setup: Setup) -> None:
-        """Until it is estimated, the matrix says that there are no errors."""
+        """Until it is estimated, the matrix is the identity: no errors."""
         self._epochs = self._first_stage(setup.epochs)
         self.holdout = Holdout(setup, self.settings.holdout)
         self.transition = torch.eye(setup.classes, dtype=torch.float64, device=setup.device)
 
     def between_epochs(self, epoch: int, trainer: Trainer) -> None:
-        """In the first stage, look for the best network; at its end, estimate the matrix and start again."""
+        """In the first stage, look for the best network; at its end, estimate the matrix and restart."""
         if 0 < epoch <= self._epochs:
             self.holdout.consider(trainer)
         if epoch == self._epochs:
@@ -80,11 +79,11 @@ class ForwardCorrection(LossMethod):
             self.holdout.best = {}
 
     def begin_epoch(self, epoch: int) -> None:
-        """Which stage it is."""
+        """Set which stage this is."""
         self._corrected = epoch >= self._epochs
 
     def parts(self, epoch: int) -> tuple[Part, ...]:
-        """Without the holdout in the first stage."""
+        """All samples; in the first stage, without the holdout."""
         return (Part(self.holdout.others if epoch < self._epochs else None),)
 
     def losses(self, logits: Tensor, labels: Tensor) -> Tensor:
@@ -107,8 +106,8 @@ def estimate_transition(predicted: NDArray[np.float64], percentile: float | None
     """The matrix (K, K) from predictions (N, K): row i is the prediction for the anchor of class i, scaled to sum 1.
 
     Rows with NaN are ignored. The first of equal candidates is taken. With `percentile`, samples whose probability of
-    class i is at or above it (the next higher value that occurs) are no candidates for class i; if none is below, all
-    are.
+    class i is at or above it (the next higher value that occurs) are not candidates for class i; if none is below,
+    all are.
     """
     known = predicted[np.isfinite(predicted).all(axis=1)]
     if not len(known):
@@ -127,6 +126,6 @@ def estimate_transition(predicted: NDArray[np.float64], percentile: float | None
 
 
 def forward_losses(logits: Tensor, labels: Tensor, transition: Tensor) -> Tensor:
-    """-log sum_i p_i T_iy of each sample (B,), for your own loop; `transition` is (K, K), with rows of sum 1."""
+    """-log sum_i p_i T_iy of each sample (B,), for your own loop; `transition` is (K, K); its rows sum to 1."""
     to_given = transition.clamp_min(_TINY).log()[:, labels].T  # (B, K): log T_iy
     return -torch.logsumexp(logits.log_softmax(1) + to_given, dim=1)

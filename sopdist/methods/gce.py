@@ -2,9 +2,9 @@
 
 q = 1 is the mean absolute error, which tolerates wrong labels but learns slowly; q -> 0 is cross-entropy.
 
-Truncated, with `truncate` = k > 0: samples whose p_y is at most k count with the constant loss of k, so nothing is
-learned from them. Which ones is decided between epochs, from epoch `prune_from` on, by the network that was best so far
-on a holdout of the noisy labels. These labels are flagged.
+Truncated, with `truncate` = k > 0: samples whose p_y is at most k are left out. (In the paper they have a constant
+loss, from which nothing is learned either.) Between epochs, from epoch `prune_from` on, the network that was best so
+far on a holdout with noisy labels decides which samples these are. Their labels are flagged.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class GCESettings(MethodSettings):
     name: Literal["gce"] = "gce"  # generalised cross-entropy
     q: float = 0.7  # in (0, 1]: approaches cross-entropy near 0; 1 is the mean absolute error
     truncate: float = 0.0  # p_y up to which a sample is left out; published: 0.5; 0: no truncation
-    prune_from: int | None = None  # truncated: first epoch without these samples; null: a third of train.epochs
+    prune_from: int | None = None  # truncated: epoch of the first decision; null: a third of train.epochs
     prune_every: int = 10  # truncated: epochs between decisions
     holdout: float = 0.1  # truncated: share of the samples on which the network that decides is chosen
 
@@ -61,7 +61,7 @@ class GCE(TableMethod):
     settings: GCESettings
 
     def cost(self, samples: int, classes: int) -> Cost:  # noqa: ARG002
-        """Truncated: p_y of every sample."""
+        """Truncated: a score per sample."""
         return Cost(1, (verdict_cost(TABLE),) if self.settings.truncate else ())
 
     def make_tables(self, setup: Setup, *, first: int, stride: int) -> dict[str, SampleTable]:
@@ -74,7 +74,7 @@ class GCE(TableMethod):
         self.holdout = Holdout(setup, self.settings.holdout) if self.settings.truncate else None
 
     def between_epochs(self, epoch: int, trainer: Trainer) -> None:
-        """Truncated: look for the best network, and let it decide when that is due."""
+        """Truncated: look for the best network, and let it decide when a decision is due."""
         super().between_epochs(epoch, trainer)
         if self.holdout is None or not epoch:
             return
@@ -118,7 +118,7 @@ class GCE(TableMethod):
         return super().state_dict() | ({} if self.holdout is None else self.holdout.state_dict())
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restore it. Checkpoints of earlier versions have nothing."""
+        """Restore it. Checkpoints of earlier versions have no state."""
         if self.holdout is not None:
             self.holdout.load_state_dict(state)
         if "counters" in state:

@@ -21,7 +21,7 @@ from .method import Setup
 
 
 class GlobalBatch:
-    """Where this rank's batch lies in that of all ranks, and a count of steps for random numbers.
+    """Where this rank's batch lies in the batch of all ranks, and a count of steps for random numbers.
 
     Call `announce` with every planned batch, and `finish` after its step.
     """
@@ -34,33 +34,33 @@ class GlobalBatch:
         self.counters = torch.zeros(2, dtype=torch.int64)  # steps of the run and of the epoch; part of its state
 
     def announce(self, batch: NDArray[np.integer[Any]]) -> list[NDArray[np.int64]]:
-        """A batch that will be computed; returns the samples of each rank."""
+        """Announce a batch that will be computed; returns the samples of each rank."""
         parts = parts_of_ranks(batch, self.ranks)
         self._announced.append(parts)
         return parts
 
     def finish(self) -> None:
-        """The step is done."""
+        """Count a step, and drop its batch."""
         if self._announced:
             self._announced.popleft()
         self.counters += 1
 
     def discard(self) -> None:
-        """Announced batches will not be computed."""
+        """Drop announced batches: they will not be computed."""
         self._announced.clear()
 
     def begin_epoch(self) -> None:
-        """Steps of the epoch count from 0. Not for an epoch that is resumed."""
+        """Count the steps of the epoch from 0. Do not call it for an epoch that is resumed."""
         self.counters[1] = 0
 
     @property
     def step(self) -> int:
-        """Of the run, from 0."""
+        """The step of the run, from 0."""
         return int(self.counters[0])
 
     @property
     def step_of_epoch(self) -> int:
-        """From 0."""
+        """The step of the epoch, from 0."""
         return int(self.counters[1])
 
     @property
@@ -99,9 +99,9 @@ class GlobalBatch:
         return values
 
     def loss_of_sum(self, share: Tensor, loss: Callable[[Tensor], Tensor]) -> Tensor:
-        """This rank's share of `loss` of a sum over ranks, to which it contributes `share`, with its gradients.
+        """This rank's share of `loss(total)`, where `total` is the sum of `share` over ranks; differentiable.
 
-        The shares of all ranks add up to the loss, and their gradients to its gradient. Collective.
+        The results of all ranks add up to the loss, and their gradients to its gradient. Collective.
         """
         total = self.sum(share).requires_grad_()
         value = loss(total)

@@ -1,6 +1,6 @@
 """A part of the training split that is held out, and the best weights so far by the loss on it.
 
-For methods that need a network chosen on noisy validation labels: the samples are a function of the seed.
+For methods that need a network chosen on noisy validation labels. The seed determines the samples.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Holdout:
         return np.setdiff1d(np.arange(self._all), self.samples, assume_unique=True)
 
     def consider(self, trainer: Trainer) -> None:
-        """Keep the current weights if their loss on the samples is the smallest so far."""
+        """Keep the current weights if their loss on the holdout is the smallest so far."""
         losses = trainer.predictions(cross_entropies, samples=self.samples)
         known = losses[torch.isfinite(losses)]
         loss = known.double().mean() if len(known) else torch.tensor(torch.inf)

@@ -34,7 +34,7 @@ from ..sample_table import ExchangeStats, SampleTable
 
 Forward = Callable[..., Tensor]  # the network on all ranks: logits in float32, from one or more batches of images
 Predict = Callable[[Forward, Tensor], Tensor]  # from images to the output that `PerSample` gets
-PerSample = Callable[[Tensor, Tensor], Tensor]  # from predictions (B, K) and labels (B,) to values (B,) or (B, ...)
+PerSample = Callable[[Tensor, Tensor], Tensor]  # from that output (B, ...) and labels (B,) to values (B,) or (B, ...)
 
 
 class Trainer(Protocol):
@@ -43,9 +43,9 @@ class Trainer(Protocol):
     def predictions(
         self, per_sample: PerSample, *, predict: Predict | None = None, samples: NDArray[np.int64] | None = None
     ) -> Tensor:
-        """Evaluate every training sample, or each of `samples` (ascending), once, as an evaluation does.
+        """Evaluate every training sample, or each of `samples` (ascending), once, as in evaluation.
 
-        Returns what `per_sample` makes of each sample: (N,) or (N, ...) in float32, the same on every rank; NaN for
+        Returns the value of `per_sample` for each sample: (N,) or (N, ...) in float32, the same on every rank; NaN for
         samples that were not evaluated or have no readable image. `predict` replaces that of the method.
         """
 
@@ -56,10 +56,10 @@ class Trainer(Protocol):
         """A copy of all weights and buffers, on the CPU."""
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Put weights back that `weights` returned."""
+        """Load weights that `weights` returned."""
 
     def restart(self) -> None:
-        """Continue with a network that has not been trained, and with an optimizer without state."""
+        """Continue with a fresh network and a fresh optimizer state."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class MethodSettings:
 
 @dataclass(frozen=True)
 class Setup:
-    """What a method needs to know to create its tables."""
+    """What a method needs to know to create its tables and other state."""
 
     samples: int  # in the training split; every index is less than this
     classes: int
@@ -80,7 +80,7 @@ class Setup:
     labels: NDArray[np.integer[Any]]  # (samples,) as given; -1 where unknown
     seed: int
     device: torch.device
-    group: dist.ProcessGroup | None  # used only for its tables; None if there is one rank
+    group: dist.ProcessGroup | None  # used only by the method; None if there is one rank
 
     @property
     def ranks(self) -> int:
@@ -91,8 +91,8 @@ class Setup:
 class BatchLayout(NamedTuple):
     """The columns of a global batch over the whole run."""
 
-    leading: int  # the fewest that the first part of a batch has; on it depends the largest number of steps of an epoch
-    widest: int  # the most of all parts together
+    leading: int  # the fewest that the first part ever has; determines the largest number of steps of an epoch
+    widest: int  # the most that all parts together ever have
 
 
 class StepOutput(NamedTuple):
@@ -114,7 +114,7 @@ class Readout:
     metrics: Mapping[str, float] = field(default_factory=dict)  # about its tables, for the log
     rate: float | None = None  # estimated fraction of wrong labels; None: the share of flags
     interval: tuple[float, float] | None = None  # lower and upper estimate of it
-    doubts: tuple[str, ...] = ()  # why flags are provisional: sentences for users; nothing is then proposed
+    doubts: tuple[str, ...] = ()  # why flags are provisional, in sentences for users; then nothing is proposed
 
 
 @dataclass(frozen=True)
@@ -176,11 +176,11 @@ class Method(ABC):
         return (None,)
 
     def batch_layout(self, batch: int) -> BatchLayout:
-        """For a method whose `parts` have other columns than one part of `batch`, which is `train.batch`."""
+        """The columns of a batch, for methods whose `parts` are not one part of `batch` (`train.batch`) columns."""
         return BatchLayout(batch, batch)
 
     def stages(self, epochs: int) -> tuple[int, ...]:
-        """The lengths in epochs of the stages of a run: the learning-rate schedule starts again with each of them."""
+        """The lengths in epochs of the stages of a run: the learning-rate schedule restarts with each of them."""
         return (epochs,)
 
     def full_batch_setting(self) -> str:
@@ -188,13 +188,13 @@ class Method(ABC):
         return ""
 
     def full_weights_setting(self) -> str:
-        """The setting that needs the weights in one piece between steps, which rules out ZeRO-3; or ""."""
+        """The setting that needs unsharded weights between steps, which rules out ZeRO-3; or ""."""
         return ""
 
     def build_network(self, make: Callable[[], nn.Module]) -> nn.Module:
         """The module that is trained and saved; `make` creates one backbone. Pairs and averages are its children.
 
-        `Trainer.restart` calls it again, and takes over only the weights.
+        `Trainer.restart` calls it again, and uses only the weights.
         """
         return make()
 
@@ -224,23 +224,23 @@ class Method(ABC):
         """Create tables and other state. ConfigError if the settings do not fit the data. Collective."""
 
     def between_epochs(self, epoch: int, trainer: Trainer) -> None:
-        """Before the first step of an epoch, and not again when it is resumed in the middle. Collective.
+        """Called before the first step of an epoch, but not when a run resumes in the middle of it. Collective.
 
-        Schedules, mixture models, choices of samples: whatever the epoch needs belongs into `state_dict` or a table.
+        Schedules, mixture models, choices of samples: whatever the epoch needs belongs in `state_dict` or a table.
         """
 
     def begin_epoch(self, epoch: int) -> None:
-        """Before the first step of an epoch, after `between_epochs`, and also when it is resumed in the middle."""
+        """Called before the first step of an epoch, after `between_epochs`, and also on a resume in its middle."""
 
     def parts(self, epoch: int) -> tuple[Part, ...]:
-        """The samples of this epoch. A function of saved state: also asked after a resume. Collective.
+        """The samples of this epoch, from saved state only: also called after a resume. Collective.
 
         With several parts, every batch has samples of each of them; see `data/parts.py` and `Batch.part`.
         """
         return (Part(),)
 
     def lr_factor(self, epoch: int) -> float:
-        """A factor of the learning rate of this epoch."""
+        """The factor by which the learning rate of this epoch is multiplied."""
         return 1.0
 
     def prefetch(self, batch: NDArray[np.integer[Any]]) -> None:
@@ -281,7 +281,7 @@ class Method(ABC):
         return None
 
     def status(self) -> Mapping[str, float]:
-        """Figures for every line of the log. Cheap, and not collective."""
+        """Values for every line of the log. Cheap, and not collective."""
         return {}
 
     def warnings(self, readout: Readout) -> tuple[str, ...]:

@@ -1,6 +1,6 @@
-"""A mixture of two normal distributions in one dimension, fitted by EM: which of the losses are the small ones.
+"""A mixture of two normal distributions in one dimension, fitted by EM, to tell small losses from large ones.
 
-Deterministic: it starts at the quartiles, so that the same losses always give the same result. float64 throughout.
+Deterministic: EM starts at the quartiles, so the same losses always give the same result. float64 throughout.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""MixUp (Zhang et al., ICLR 2018): train on weighted means of two images, and of their losses. Also for other methods.
+"""MixUp (Zhang et al., ICLR 2018): train on weighted means of two images and of their losses. Other methods use it too.
 
     x~ = share x_i + (1 - share) x_j          loss = share CE(p(x~), y_i) + (1 - share) CE(p(x~), y_j)
 
@@ -34,7 +34,7 @@ class Pairs(NamedTuple):
 
 
 def draw_pairs(batch: GlobalBatch, alpha: float, *, one_share: bool = False, at_least_half: bool = True) -> Pairs:
-    """Partners and shares of this step. `one_share`: the same for all samples; `at_least_half`: of the sample."""
+    """Partners and shares of this step. `one_share`: one for all samples; `at_least_half`: no share is below 1/2."""
     draws = batch.draws(_STREAM)
     share = np.repeat(draws.beta(alpha, alpha), batch.total) if one_share else draws.beta(alpha, alpha, batch.total)
     partner = draws.permutation(batch.total)
@@ -51,7 +51,7 @@ def mix(values: Tensor, pairs: Pairs, everything: Tensor) -> Tensor:
 
 
 def mixed_losses(logits: Tensor, targets: Tensor, pairs: Pairs, all_targets: Tensor) -> Tensor:
-    """Cross-entropy of mixed images (B, K) with the targets of both samples (B,), weighted by their shares."""
+    """Cross-entropy of the logits (B, K) of mixed images with both samples' targets (B,), weighted by their shares."""
     own = F.cross_entropy(logits, targets, reduction="none")
     other = F.cross_entropy(logits, all_targets[pairs.partner], reduction="none")
     return pairs.share * own + (1 - pairs.share) * other
@@ -80,7 +80,7 @@ class MixUp(TableMethod):
         return "name"
 
     def step(self, forward: Forward, batch: Batch) -> StepOutput:
-        """Samples that are unreadable or not finite count neither themselves nor as partners."""
+        """A mixed image counts only if both of its samples are readable and its logits are finite."""
         pairs = draw_pairs(self.batch, self.settings.alpha, one_share=True, at_least_half=False)
         logits = forward(mix(batch.images, pairs, self.batch.gather(batch.images.contiguous())))
         finite = torch.isfinite(logits).all(dim=1)

@@ -14,7 +14,7 @@ FIRST, SECOND = "first", "second"  # names of the networks in the module
 
 
 class Pair(nn.Module):
-    """Two networks. In one module, so that every engine and checkpoint carries them."""
+    """Two networks in one module, so that every engine and checkpoint handles both."""
 
     def __init__(self, first: nn.Module, second: nn.Module) -> None:
         super().__init__()
@@ -36,12 +36,12 @@ class PairMethod(TableMethod):
         return self.network
 
     def backbone_weights(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Those of the first network."""
+        """The weights of the first network."""
         prefix = f"{FIRST}."
         return {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
 
     def predict(self, forward: Forward, images: Tensor) -> Tensor:
-        """The mean of both."""
+        """The mean of both networks' logits."""
         return both(forward(images)).mean(0)
 
 

@@ -1,4 +1,4 @@
-"""SOP and SOP+: the loss of `sopdist.noise`, with rows of the noise table that are sent one step ahead.
+"""SOP and SOP+: the loss of `sopdist.noise`, with rows of the noise table sent one step ahead.
 
 SOP+ adds two terms: agreement with a second, strongly augmented view (`consistency`), and balance of the classes over
 the global batch (`balance`).
@@ -115,7 +115,7 @@ class SOPMethod(Method):
         return choose_layout(samples, classes, self.settings.slots) if layout == "auto" else layout
 
     def outlook(self, visits: float, lr: float) -> Outlook | None:
-        """After how many visits the table can act; nothing if it never shall."""
+        """After how many visits the table can act; None if `onset` is never."""
         settings = self.settings
         onset = default_onset(settings.variant) if settings.onset is None else settings.onset
         if onset == "never":
@@ -185,7 +185,7 @@ class SOPMethod(Method):
         return StepOutput(loss, logits, finite)
 
     def _mixed_loss(self, logits: Tensor, weight: Tensor, finite: Tensor, pairs: Pairs) -> Tensor:
-        """Sum over the mixed images that are finite, as are both samples; collective."""
+        """Sum over the mixed images whose logits, and those of both samples, are finite. Collective."""
         assert self.sop.corrected is not None
         targets = self.sop.corrected
         weights = self._batch.gather(weight)[pairs.partner] * weight.where(finite, 0)
@@ -212,7 +212,7 @@ class SOPMethod(Method):
         return {"onset": self.sop.onset_state()} | ({"steps": self._batch.counters[:1]} if self.settings.mixup else {})
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Checkpoints of earlier versions have none: their table always acted."""
+        """Restore it. Checkpoints of earlier versions have no onset: their table always acted."""
         if "onset" in state:
             self.sop.load_onset_state(state["onset"])
         if "steps" in state:
@@ -235,13 +235,13 @@ class SOPMethod(Method):
         return Readout(scores, flags, proposed, visited, metrics, found.rate, found.interval, tuple(found.doubts))
 
     def status(self) -> dict[str, float]:
-        """After how many epochs the table began to act or, before that, the sign by which it decides."""
+        """After how many epochs the table began to act or, before that, the value that decides on the onset."""
         if self.sop.onset is not None:
             return {"onset": self.sop.onset}
         return {} if self.sop.contradicted_fit is None else {"contradicted_fit": self.sop.contradicted_fit}
 
     def warnings(self, readout: Readout) -> tuple[str, ...]:
-        """With what to do about it."""
+        """Each doubt, with advice."""
         if self.sop.onset is None and self.settings.onset == "never":
             return ()
         advice = _WAITED if self.sop.onset is None else _DOUBTED

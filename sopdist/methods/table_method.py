@@ -1,4 +1,4 @@
-"""The base of methods that keep sample tables or need the batch of all ranks: what all of them have in common."""
+"""The base of methods that keep sample tables or need the batch of all ranks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class TableMethod(Method):
         self.shared = {name: SharedTable(table, setup.group) for name, table in tables.items()}
 
     def between_epochs(self, epoch: int, trainer: Trainer) -> None:  # noqa: ARG002
-        """Steps of the epoch count from 0."""
+        """Count the steps of the epoch from 0."""
         self.batch.begin_epoch()
 
     def prefetch(self, batch: NDArray[np.integer[Any]]) -> None:
@@ -51,7 +51,7 @@ class TableMethod(Method):
         self.batch.finish()
 
     def discard_prefetched(self) -> None:
-        """Drop rows on their way."""
+        """Drop rows in flight."""
         self.batch.discard()
         for table in self.shared.values():
             table.discard_prefetched()
@@ -82,9 +82,9 @@ class TableMethod(Method):
         return total
 
     def scaled_to_batch(self, loss: Tensor, weight: Tensor) -> Tensor:
-        """A loss that is already a mean over the global batch, as `StepOutput.loss` expects it: times its weight.
+        """Multiply a mean over the global batch by the weight of that batch, as `StepOutput.loss` expects.
 
-        `weight` is (B,), of this rank's samples. Collective.
+        `weight` (B,) has the weights of this rank's samples. Collective.
         """
         total: Tensor = loss * self.batch.sum(weight.sum()).clamp_min(torch.finfo(torch.float32).tiny)
         return total

@@ -17,14 +17,14 @@ ROW_BYTES = 4 + 4 + 4
 class VerdictTable(SampleTable):
     """Row i: a moving average of the scores of sample i, its class as last predicted, and how often it was visited."""
 
-    sent = ("visits",)  # owners need nothing but the facts; the exchange wants a column
+    sent = ("visits",)  # owners need only the facts, but the exchange needs a column
 
     score: Tensor  # (rows,) float32
     predicted: Tensor  # (rows,) int32
     visits: Tensor  # (rows,) int32
 
     def __init__(self, setup: Setup, *, first: int, stride: int, keep: float = 0.0) -> None:
-        """`keep`: how much of the old score remains at a visit; 0: only the last one counts."""
+        """`keep`: how much of the old score remains after a visit; 0: only the last visit counts."""
         super().__init__(setup.samples, setup.classes, first=first, stride=stride)
         self.keep = keep
         self.register_buffer("score", torch.zeros(len(self), device=setup.device))
@@ -46,12 +46,12 @@ def give_verdicts(shared: SharedTable, index: Tensor, score: Tensor, predicted: 
     """Send scores and predicted classes (B,) of samples to the owners of their rows. Call it once per step."""
     table = shared.table
     assert isinstance(table, VerdictTable)
-    shared.rows(index)  # the route of the batch
+    shared.rows(index)  # determines the route of the batch
     shared.give(index, [score.detach().float(), predicted.to(torch.int32), counts], table.update)
 
 
 def read_verdicts(shared: SharedTable, labels: Tensor, threshold: float, *, inclusive: bool = False) -> Readout:
-    """Flags scores above `threshold`, or also at it, and proposes the predicted class for them. Collective."""
+    """Flags scores above `threshold`, with `inclusive` also at it, and proposes the predicted classes. Collective."""
     table = shared.table
     assert isinstance(table, VerdictTable)
     shared.flush()
@@ -64,6 +64,6 @@ def read_verdicts(shared: SharedTable, labels: Tensor, threshold: float, *, incl
 
 
 def verdict_cost(name: str) -> TableCost:
-    """Of a `VerdictTable`."""
+    """The cost of a `VerdictTable`."""
     facts = 4 + 4 + 1
     return TableCost(name, "dense", ROW_BYTES, sent_bytes=4, returned_bytes=facts, dense_bytes=4 + facts)

@@ -16,7 +16,7 @@ from .table import SampleTable
 class SharedTable:
     """The rows of a table for the batches of this rank. Every rank must make the same calls in the same order.
 
-    For each (micro-)batch: `rows`, then `give` with the facts for the owners, which apply them in `flush`.
+    For each (micro-)batch: `rows`, then `give` with the facts for the owners, which apply them in `flush`, or `skip`.
     """
 
     def __init__(self, table: SampleTable, group: dist.ProcessGroup | None) -> None:
@@ -43,17 +43,17 @@ class SharedTable:
             self._exchange.give(facts, update)
 
     def skip(self, count: int) -> None:
-        """The rows of the next `count` samples were only read."""
+        """The rows of the next `count` samples were only read: there are no facts to send back."""
         if self._exchange is not None:
             self._exchange.skip(count)
 
     def flush(self) -> None:
-        """Update the rows that this rank owns with facts that are still on their way."""
+        """Update the rows that this rank owns with facts that are still in flight."""
         if self._exchange is not None:
             self._exchange.flush()
 
     def discard_prefetched(self) -> None:
-        """Drop rows on their way."""
+        """Drop rows in flight."""
         if self._exchange is not None:
             self._exchange.discard_prefetched()
 

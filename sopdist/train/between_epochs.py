@@ -21,7 +21,7 @@ from .weight_average import WeightAverage
 
 
 class BetweenEpochs:
-    """See `methods.method.Trainer`. The split is opened for evaluation when that is first needed."""
+    """See `methods.method.Trainer`. The training split is opened for evaluation when first needed."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class BetweenEpochs:
         world: World,
         fresh_network: Callable[[], nn.Module],
     ) -> None:
-        """`stream` is that of training; `fresh_network` creates a network with other initial weights."""
+        """`stream` is the training stream; `fresh_network` creates a network with other initial weights."""
         self._data, self._batch, self._training = replace(data, balanced_per_epoch=0), batch, stream
         self._engine, self._average, self._method, self._world = engine, average, method, world
         self._fresh_network = fresh_network
@@ -64,11 +64,11 @@ class BetweenEpochs:
         return self._engine.network_state()
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Put weights back that `weights` returned."""
+        """Load weights that `weights` returned."""
         self._engine.load_network_state(weights)
 
     def restart(self) -> None:
-        """A network that has not been trained; an optimizer without state; an average that starts from there."""
+        """Load the weights of a fresh network, clear the optimizer state, and reset the average to these weights."""
         network = self._world.on_all_ranks(self._fresh_network)
         self._engine.load_network_state(network.state_dict())
         self._engine.load_optimizer_state({})
@@ -92,7 +92,7 @@ def collect(
     world: World,
     samples: NDArray[np.int64] | None = None,
 ) -> Tensor:
-    """What `per_sample` returns for each sample of the split, (N, ...) on every rank; NaN where there is nothing."""
+    """What `per_sample` returns for each sample of the split, (N, ...) on every rank; NaN if it was not evaluated."""
     values: Tensor | None = None
     seen = torch.zeros(len(stream.split), dtype=torch.int32, device=world.device)
     for batch in stream.epoch(parts=(Part(samples),)):

@@ -24,7 +24,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Start again from the current weights."""
+        """Restart from the current weights."""
         self.weights = {name: value.detach().clone() for name, value in self._engine.replicated_network().items()}
         self.statistics = {name: value.clone() for name, value in self._engine.statistics().items()}
 
@@ -42,7 +42,7 @@ class WeightAverage:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """The network has the averaged weights, until the context ends. Collective."""
+        """Give the network the averaged weights until the context ends. Collective."""
         engine = self._engine
         raw = {name: value.detach().clone() for name, value in self._current().items()}
         try:

@@ -9,21 +9,21 @@ any config key), or NAME@CONFIG with a config of its own. `key=value` at the end
 method is the one that the others are compared with.
 
 --noise takes label sets of the training split. One such as sym-0.4 (KIND-RATE, as in `sopdist labels noise`) is created
-with seed 0 if it does not exist. So is the same noise for the validation split (`val`, or evaluate.best), unless the
-config names a label set for it in evaluate.label_sets. All methods are checked before the first run starts.
+with seed 0 if it does not exist. So is the same noise for the validation split (evaluate.best, or `val`), unless the
+config names a label set for that split in evaluate.label_sets. All methods are checked before the first run starts.
 
 Each run is a training command of its own, in FOLDER/runs/METHOD-LABELS-seedK, and its output is in FOLDER/logs. If you
 start the command again, finished runs are skipped and interrupted ones resume; you may add methods, seeds and noise.
-Ctrl-C saves the current run. A run that fails is reported, and the others go on.
+Ctrl-C saves the current run. A run that fails is reported, and the others continue.
 
-FOLDER receives table.md, table.csv, results.json (everything, also each run), curves.png and curves.svg. The table has
-the test accuracy after the last epoch, mean and standard error over the seeds; the best epoch, which nobody could
-select without test labels; the paired difference to the first method; training time; memory per sample; how well wrong
-labels are found; and which method noisy validation labels would choose.
+FOLDER receives table.md, table.csv, results.json (everything, including each run), curves.png and curves.svg. The table
+has the test accuracy after the last epoch, mean and standard error over the seeds; the best epoch, which nobody could
+select without test labels; the paired difference from the first method; training time; memory per sample; how well
+wrong labels are found; and which method noisy validation labels would choose.
 
 With Slurm, one array task per run (docs/slurm.md): --list, then launch/slurm/compare.sbatch, then --table.
 
-exit codes: 0 all runs finished, 1 a run is missing or an error in data or files, 2 error in the config, 130 interrupted
+exit codes: 0 all runs finished, 1 a run is missing, or error in data or files, 2 error in the config, 130 interrupted
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--methods", required=True, metavar="A,B", help=methods)
     seeds = "number of seeds (0 to N-1), or the seeds themselves, separated by commas (default 3)"
     add("--seeds", type=_seeds, default=(0, 1, 2), metavar="N|A,B", help=seeds)
-    noise = "label sets to train on, such as sym-0.4 (default: the one of the config)"
+    noise = "label sets to train on, such as sym-0.4 (default: that of the config)"
     add("--noise", type=_names, default=(), metavar="A,B", help=noise)
     add("--out", type=Path, metavar="FOLDER", help="folder of the comparison (default: comparisons/CONFIG)")
     test = "split whose accuracy is compared (default: test, or the only one that is not used for validation)"
