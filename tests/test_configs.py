@@ -175,9 +175,11 @@ def test_its_commands_write_the_splits_and_label_sets_that_it_uses(name: str) ->
         assert line[script + 1 : script + 3] == ["--cfg", name]
         config: Config = load(name, line[script + 3 :])
         assert config.data.labels in splits[config.data.location]
-        for split in config.evaluate.splits.values():
-            assert config.evaluate.labels in splits[f"{config.data.root}/{split}"]
+        for split, folder in config.evaluate.splits.items():
+            assert config.evaluate.labels_of(split) in splits[f"{config.data.root}/{folder}"]
         assert config.evaluate.best != "test", "the test split must not select a checkpoint"
+        if "sym-" in config.data.labels and config.evaluate.best:
+            assert config.evaluate.labels_of(config.evaluate.best) == config.data.labels, "noisy labels select it"
     assert line[0] in ("deepspeed", "torchrun")
 
 

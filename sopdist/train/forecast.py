@@ -19,7 +19,7 @@ from ..errors import ConfigError
 from ..methods import Cost, Method, Outlook, make_method
 from .config import Config
 from .distributed.accelerator import resolve_kind
-from .optim import learning_rate
+from .optim import decay_start, learning_rate
 from .settings import OptimSettings
 
 _FLOAT = 4  # bytes: weights, gradients and optimizer state are float32 for every engine.precision
@@ -186,20 +186,36 @@ def outlook_of(config: Config, method: Method, data: DataSizes, steps: Steps) ->
     return method.outlook(steps.epochs * data.epoch_samples / data.samples, config.optim.lr)
 
 
-def schedule_of(optim: OptimSettings, steps: Steps) -> list[Rate]:
-    """The learning rate at the start, at each change, and at the end."""
-    warm = optim.warmup_epochs * steps.epoch
-    events = {0: "warm-up starts" if warm else "start"}
+def schedule_of(config: Config, steps: Steps) -> list[Rate]:
+    """The learning rate at the start, at each change, and at the end; it starts again with each stage of the method."""
+    optim, rates, begun = config.optim, list[Rate](), 0
+    first, total = 0, steps.total  # of the stage in which the run ends
+    for epochs in make_method(config.method).stages(config.train.epochs):
+        if begun >= steps.total:
+            break
+        first, total = begun, min(epochs * steps.epoch, steps.total - begun)
+        start = "start" if not first else f"the schedule restarts, epoch {first / steps.epoch:g}"
+        rates += [
+            Rate(first + step, learning_rate(optim, step, steps.epoch, total), event)
+            for step, event in sorted(_changes(optim, steps.epoch, start).items())
+            if step < total - 1
+        ]
+        begun += epochs * steps.epoch
+    last = steps.total - 1
+    return [*rates, Rate(last, learning_rate(optim, last - first, steps.epoch, total), "last step")]
+
+
+def _changes(optim: OptimSettings, steps: int, start: str) -> dict[int, str]:
+    """The steps of a stage at which something happens to the learning rate, and what."""
+    warm = optim.warmup_epochs * steps
+    events = {0: "warm-up starts" if warm else start}
     if warm:
         events[math.ceil(warm)] = "after warm-up"
     if optim.schedule == "multistep":
-        events |= {round(milestone * steps.epoch): f"epoch {milestone:g}" for milestone in optim.milestones}
-    events[steps.total - 1] = "last step"
-    return [
-        Rate(step, learning_rate(optim, step, steps.epoch, steps.total), event)
-        for step, event in sorted(events.items())
-        if step < steps.total
-    ]
+        events |= {round(milestone * steps): f"epoch {milestone:g}" for milestone in optim.milestones}
+    if optim.schedule == "linear" and optim.decay_from:
+        events[decay_start(optim, steps)] = "begins to fall"
+    return events
 
 
 def evaluations_of(config: Config, data: DataSizes) -> list[Evaluation]:

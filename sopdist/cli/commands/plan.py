@@ -126,7 +126,7 @@ def make_plan(config: Config, found: Found, ranks: int) -> dict[str, Any]:
         "tables": [asdict(table) for table in tables],
         "exchange": None if traffic is None else asdict(traffic),
         "outlook": None if outlook is None else {**asdict(outlook), "works": outlook.works},
-        "learning_rate": [asdict(rate) for rate in forecast.schedule_of(config.optim, steps)],
+        "learning_rate": [asdict(rate) for rate in forecast.schedule_of(config, steps)],
         "evaluation": [asdict(evaluation) for evaluation in forecast.evaluations_of(config, data)],
         "network": None if network is None else {"name": config.model.name, **asdict(network)},
         "network_problem": found.network_problem,
