@@ -17,7 +17,7 @@ import json
 import logging
 import random
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -150,7 +150,6 @@ def _take_turns(names: Sequence[str], root: Path, network: str, rounds: int) -> 
 
     config = root.parent / "bench.yaml"
     config.write_text(CONFIG.format(root=root, network=network, epochs=EPOCHS))
-    logging.getLogger("sopdist").setLevel(logging.ERROR)
     found: dict[str, list[float]] = {name: [] for name in names}
     turns = [("ce", 0)]
     order, shuffle = list(names), random.Random(0).shuffle
@@ -159,10 +158,22 @@ def _take_turns(names: Sequence[str], root: Path, network: str, rounds: int) -> 
         turns += [(name, number) for name in order]
     for name, number in tqdm(turns, unit="run", leave=False):
         overrides = [f"method={METHODS[name]}", f"run.folder={root.parent / 'runs'}", f"run.name={name}-{number}"]
-        with contextlib.redirect_stderr(io.StringIO()) as said, contextlib.redirect_stdout(said):
+        with contextlib.redirect_stderr(io.StringIO()) as said, contextlib.redirect_stdout(said), _quiet():
             code = run_config(str(config), overrides)
         if code:
             raise DataError(f"the run of {name} ended with exit code {code}:\n{said.getvalue()[-2000:]}")
         if number:
             found[name].append(seconds_per_epoch(root.parent / "runs" / f"{name}-{number}"))
     return found
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Log only errors."""
+    logger = logging.getLogger("sopdist")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

@@ -98,6 +98,7 @@ def train_process(run: Run, launcher: str) -> int:
             return _wait(process, run)
         except KeyboardInterrupt:
             _save_and_stop(process, run)
+            print("to resume, start the same command again", file=sys.stderr)
             raise
         finally:
             kill_tree(process)

@@ -61,7 +61,10 @@ def winner_text(results: Results) -> str:
     """Which method noisy validation labels choose, or why none."""
     validation = results.validation
     if validation is None:
-        return "No winner: the config has no validation split (`val`, or evaluate.best) besides the test split."
+        return (
+            "No winner: the config has no validation split besides the test split. Hold one out with "
+            "`sopdist prepare --val`, and name it: 'evaluate.splits={val: val, test: test}'."
+        )
     wrong = results.validation_wrong
     share = "share of wrong labels unknown" if wrong is None else f"{wrong:.1%} wrong"
     where = f"{validation.split}, label set {validation.labels} ({share})"

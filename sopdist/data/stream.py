@@ -248,7 +248,9 @@ class Stream:
 
     def allowed_bad(self, plan: Plan) -> int:
         """How many samples of an epoch may be unreadable, over all ranks. A rank counts only its own bad samples."""
-        return int(self.settings.max_bad_fraction * np.count_nonzero(plan.batches != NO_SAMPLE))
+        # At least as many as among all samples: a method that chooses samples may keep all that are unreadable.
+        samples = max(int(np.count_nonzero(plan.batches != NO_SAMPLE)), self.epoch_samples)
+        return int(self.settings.max_bad_fraction * samples)
 
     def _count_bad(self, new: Sequence[BadSample], bad: dict[int, BadSample], allowed: int, epoch: int) -> None:
         """Log new bad samples, and raise once there are more than allowed."""

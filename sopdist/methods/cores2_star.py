@@ -11,7 +11,7 @@ Both stages use the optimizer of the config; its schedule restarts with the seco
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -88,6 +88,9 @@ class CORES2Star(CORES2):
     def start(self, setup: Setup) -> None:
         """Every sample starts as kept."""
         super().start(setup)
+        wanted = self.settings.sieve_epochs
+        if wanted is not None and wanted >= setup.epochs:
+            raise ConfigError(f"method.sieve_epochs = {wanted}: must be less than train.epochs = {setup.epochs}")
         self.kept = torch.ones(setup.samples, dtype=torch.uint8)
         self._second_stage = False
 
@@ -101,6 +104,10 @@ class CORES2Star(CORES2):
             kept = (visits > 0) & (score <= 0)
             self.kept.copy_(kept if kept.any() else torch.ones_like(kept))
             trainer.restart()
+
+    def fingerprint(self) -> dict[str, Any]:
+        """The length of the first stage, which depends on `train.epochs` unless it is set."""
+        return {"sieve_epochs": self.sieve_epochs()}
 
     def begin_epoch(self, epoch: int) -> None:
         """Set which stage this is."""

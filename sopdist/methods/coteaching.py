@@ -34,7 +34,9 @@ class SelectionSettings(MethodSettings):
 
     forget: float = 0.2  # share of samples left out after the ramp; published: the true noise rate
     ramp: int | None = None  # epochs over which that share rises from 0; null: 10, or a tenth of train.epochs if less
-    exponent: float = 1.0  # the share rises to forget^exponent, then is `forget`
+    exponent: float = (
+        1.0  # 1: the share rises to `forget`; otherwise to forget^exponent, and is `forget` after the ramp
+    )
     ensemble: bool = False  # predict with both networks; published: with one
 
     def __post_init__(self) -> None:
@@ -102,7 +104,9 @@ class Coteaching(PairMethod):
         loss = ((losses * mine).sum(1) / sizes).sum()
         small = torch.stack([smallest(row, usable, self.forget) for row in all_losses])  # among all samples
         left_out = 1 - small[:, everyone.mine].float().mean(0)
-        give_verdicts(self.shared[TABLE], batch.index, left_out, safe.detach().mean(0).argmax(1), counts)
+        give_verdicts(
+            self.shared[TABLE], batch.index, left_out, safe.detach().mean(0).argmax(1), counts & (self.forget > 0)
+        )
         return StepOutput(self.scaled_to_batch(loss, batch.weight), safe[0], finite)
 
     def losses(self, logits: Tensor, labels: Tensor) -> Tensor:

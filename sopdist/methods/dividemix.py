@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -42,6 +42,7 @@ from .pair import PairMethod, both
 
 TABLE = "division"
 _FORMAT = 1
+_TIE = 1e-3  # weight of the loss in the score
 _STREAM = 5  # of random numbers, and the next one for the second network; see `GlobalBatch.draws`
 
 
@@ -161,7 +162,13 @@ class DivideMix(PairMethod):
     def start(self, setup: Setup) -> None:
         """No division yet."""
         super().start(setup)
+        if self._warmup >= setup.epochs > 1:
+            raise ConfigError(f"method.warmup = {self._warmup}: must be less than train.epochs = {setup.epochs}")
         self._divided = torch.full((1,), -1, dtype=torch.int64)  # the epoch of the latest one
+
+    def fingerprint(self) -> dict[str, Any]:
+        """The length of the warm-up, which depends on `train.epochs` unless it is set."""
+        return {"warmup": self._warmup}
 
     def begin_epoch(self, epoch: int) -> None:
         """Store the epoch, for the ramp."""
@@ -333,12 +340,14 @@ class DivideMix(PairMethod):
         """The latest division; None during the warm-up."""
         if int(self._divided) < 0:
             return None
+        shared, table = self.shared[TABLE], self._table
         clean = torch.from_numpy(self._clean()).mean(1)
-        predicted = self.shared[TABLE].gather(self._table.predicted).cpu().long()
+        predicted = shared.gather(table.predicted).cpu().long()
+        loss = shared.gather(table.losses[:, 0].mean(1)).cpu()  # in [0, 1]: orders the many samples with the same w
         visited = torch.isfinite(clean)
         flags = visited & (clean < 0.5)
         proposed = torch.where(flags, predicted, labels.cpu())
-        scores = (1 - clean).where(visited, -torch.inf)
+        scores = ((1 - clean) * (1 - _TIE) + _TIE * loss).where(visited, -torch.inf)
         return Readout(scores.numpy(), flags.numpy(), proposed.numpy(), visited.numpy())
 
 

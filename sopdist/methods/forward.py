@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..data.parts import Part
 from ..errors import ConfigError
-from .holdout import Holdout
+from .holdout import Holdout, cross_entropies
 from .method import LossMethod, MethodSettings, Setup, Trainer
 
 _TINY = 1e-7  # smallest probability of an error; published
@@ -64,7 +64,10 @@ class ForwardCorrection(LossMethod):
     def start(self, setup: Setup) -> None:
         """Until it is estimated, the matrix is the identity: no errors."""
         self._epochs = self._first_stage(setup.epochs)
-        self.holdout = Holdout(setup, self.settings.holdout)
+        if self.settings.first_epochs is not None and self._epochs >= setup.epochs:
+            wanted = self.settings.first_epochs
+            raise ConfigError(f"method.first_epochs = {wanted}: must be less than train.epochs = {setup.epochs}")
+        self.holdout = Holdout(setup, self.settings.holdout, cross_entropies)
         self.transition = torch.eye(setup.classes, dtype=torch.float64, device=setup.device)
 
     def between_epochs(self, epoch: int, trainer: Trainer) -> None:
@@ -77,6 +80,10 @@ class ForwardCorrection(LossMethod):
             self.transition.copy_(torch.from_numpy(estimate_transition(predicted, self.settings.percentile)))
             trainer.restart()
             self.holdout.best = {}
+
+    def fingerprint(self) -> dict[str, Any]:
+        """The length of the first stage, which depends on `train.epochs` unless it is set."""
+        return {"first_epochs": self._epochs}
 
     def begin_epoch(self, epoch: int) -> None:
         """Set which stage this is."""

@@ -22,7 +22,7 @@ from ..data.batch import Batch
 from ..data.parts import Part
 from ..errors import ConfigError
 from ..sample_table import SampleTable
-from .holdout import Holdout
+from .holdout import Holdout, errors
 from .method import Cost, Forward, MethodSettings, Readout, Setup, StepOutput, Trainer
 from .table_method import TableMethod
 from .verdicts import VerdictTable, read_verdicts, verdict_cost
@@ -71,7 +71,7 @@ class GCE(TableMethod):
     def start(self, setup: Setup) -> None:
         """Truncated: the holdout."""
         super().start(setup)
-        self.holdout = Holdout(setup, self.settings.holdout) if self.settings.truncate else None
+        self.holdout = Holdout(setup, self.settings.holdout, errors) if self.settings.truncate else None
 
     def between_epochs(self, epoch: int, trainer: Trainer) -> None:
         """Truncated: look for the best network, and let it decide when a decision is due."""

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .method import Setup, Trainer
+from .method import PerSample, Setup, Trainer
 
 _STREAM = 4  # of random numbers, see `GlobalBatch.draws`
 _WEIGHTS = "best/"  # prefix in a method's state
@@ -22,7 +22,9 @@ _WEIGHTS = "best/"  # prefix in a method's state
 class Holdout:
     """Samples that are not trained on, and the weights with the smallest loss on them."""
 
-    def __init__(self, setup: Setup, share: float) -> None:
+    def __init__(self, setup: Setup, share: float, losses: PerSample) -> None:
+        """`losses`: the loss of each sample by which weights are chosen, such as `cross_entropies` or `errors`."""
+        self._losses = losses
         draws = np.random.Generator(np.random.Philox(key=setup.seed, counter=[0, 0, 0, _STREAM]))
         labelled = np.flatnonzero(setup.labels >= 0)
         count = min(max(1, round(share * len(labelled))), len(labelled) - 1)
@@ -38,10 +40,10 @@ class Holdout:
 
     def consider(self, trainer: Trainer) -> None:
         """Keep the current weights if their loss on the holdout is the smallest so far."""
-        losses = trainer.predictions(cross_entropies, samples=self.samples)
+        losses = trainer.predictions(self._losses, samples=self.samples)
         known = losses[torch.isfinite(losses)]
         loss = known.double().mean() if len(known) else torch.tensor(torch.inf)
-        if float(loss) < float(self.loss) or not self.best:
+        if float(loss) <= float(self.loss) or not self.best:  # of equal ones the latest, which has learned more
             self.loss.fill_(float(loss))
             self.best = trainer.weights()
 
@@ -60,3 +62,8 @@ class Holdout:
 def cross_entropies(logits: Tensor, labels: Tensor) -> Tensor:
     """-log p_y of each sample."""
     return F.cross_entropy(logits, labels, reduction="none")
+
+
+def errors(logits: Tensor, labels: Tensor) -> Tensor:
+    """1 for samples that are predicted as another class than their label, else 0."""
+    return (logits.argmax(1) != labels).float()

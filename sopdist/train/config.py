@@ -83,7 +83,7 @@ class Config:
         if setting and self.train.accumulate > 1:
             raise ConfigError(
                 f"method.{setting} = {getattr(self.method, setting)}: needs the full batch in one pass and cannot be "
-                "combined with train.accumulate > 1; set one of them to its default"
+                "combined with train.accumulate > 1; use train.accumulate = 1"
             )
 
 
@@ -94,7 +94,7 @@ def find_config(name: str) -> Path:
         for candidate in names:
             if (folder / candidate).is_file():
                 return folder / candidate
-    known = sorted(path.relative_to(CONFIGS).with_suffix("").as_posix() for path in CONFIGS.rglob("*.yaml"))
+    known = [*sorted(path.stem for path in CONFIGS.glob("*.yaml")), "and those in configs/baselines/"]
     raise ConfigError(f"--cfg {name}: no such file, and no such name in configs/, which has {', '.join(known)}")
 
 

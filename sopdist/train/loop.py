@@ -60,7 +60,8 @@ def train(session: Session, progress: Progress, reporter: Reporter, saver: Saver
         batches = reporter.clock.timed("data", stream.epoch(epoch, start, parts))
         for position, batch in zip(range(start, stop), batches, strict=False):
             torch.manual_seed(dropout_seed(config.run.seed, progress.step, world.rank))
-            stage_step = progress.step - stage_first
+            # An epoch of fewer steps covers the same part of the schedule.
+            stage_step = first + position * steps / plan.steps - stage_first
             lr = learning_rate(config.optim, stage_step, steps, min(total_steps, stage_last) - stage_first)
             lr *= method.lr_factor(epoch)
             engine.set_lr(lr, betas(config.optim, stage_step, steps))

@@ -23,7 +23,7 @@ def make_optimizer(settings: OptimSettings, network: nn.Module) -> Optimizer:
     return torch.optim.AdamW(parameters, lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay)
 
 
-def learning_rate(settings: OptimSettings, step: int, steps_per_epoch: int, total_steps: int) -> float:
+def learning_rate(settings: OptimSettings, step: float, steps_per_epoch: int, total_steps: int) -> float:
     """Learning rate of optimizer step `step`, which counts from 0 over all epochs.
 
     During a warm-up of w steps, step t uses (t + 1) / w of the scheduled rate. The schedule itself starts at step 0.
@@ -33,7 +33,7 @@ def learning_rate(settings: OptimSettings, step: int, steps_per_epoch: int, tota
     return _scheduled(settings, step, steps_per_epoch, total_steps) * (min(1.0, (step + 1) / warmup) if warmup else 1.0)
 
 
-def _scheduled(settings: OptimSettings, step: int, steps_per_epoch: int, total_steps: int) -> float:
+def _scheduled(settings: OptimSettings, step: float, steps_per_epoch: int, total_steps: int) -> float:
     if settings.schedule == "multistep":
         passed = bisect_right([round(milestone * steps_per_epoch) for milestone in settings.milestones], step)
         return settings.lr * settings.gamma**passed
@@ -57,7 +57,7 @@ def decay_start(settings: OptimSettings, steps_per_epoch: int) -> int:
     return round(settings.decay_from * steps_per_epoch)
 
 
-def betas(settings: OptimSettings, step: int, steps_per_epoch: int) -> tuple[float, float] | None:
+def betas(settings: OptimSettings, step: float, steps_per_epoch: int) -> tuple[float, float] | None:
     """Adam's betas at a step; None if they do not change."""
     if settings.late_beta1 is None:
         return None

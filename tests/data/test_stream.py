@@ -13,6 +13,7 @@ from torch import Tensor
 from sopdist.data.augment.policy import Policy
 from sopdist.data.augment.recipes import RECIPES
 from sopdist.data.labels import write_labels
+from sopdist.data.parts import Part
 from tests.support.pictures import picture
 from tests.support.small_splits import write_split
 from tests.support.streams import BACKENDS, BATCH, SAMPLES, by_sample, equal, open_stream, pictures
@@ -167,3 +168,9 @@ def test_samples_without_a_label_have_weight_0(tmp_path: Path) -> None:
         batches = list(stream.epoch(0))
     assert sorted(by_sample(batches)) == list(range(20))
     assert all((batch.labels >= 0).all() for batch in batches), "they are valid indices for a loss"
+
+
+def test_the_limit_of_unreadable_samples_does_not_shrink_with_a_part_of_the_samples(folder: Path) -> None:
+    with open_stream(folder, max_bad_fraction=0.1) as stream:
+        few = stream.plan(0, (Part(np.arange(3)),))
+        assert stream.allowed_bad(few) == stream.allowed_bad(stream.plan(0)) == int(0.1 * len(stream.split))

@@ -28,7 +28,7 @@ BAD_KEYS = {
     "engine.precision=fp16": "engine.precision = fp16: needs a GPU, and none was found; use bf16 or fp32",
     "engine.sync_batchnorm=true": "engine.sync_batchnorm: needs GPUs, and none was found; set it to false",
     "method.alpha_u=3": "method: alpha_u belongs to variant='paper'; variant='flow' takes visits",
-    "method.name=ce method.consistency=1": "method.consistency: belongs to method.name = sop, not to ce",
+    "method.name=ce method.consistency=1": "method.consistency: belongs to method.name = sop or cores2_star, not to ce",
     "optim.milestones=[3]": "optim.milestones: needs optim.schedule = multistep, but it is cosine",
     "evaluate.best=val": "evaluate.best = 'val': not one of evaluate.splits, which are test",
     "train.accumulate=65": "train.accumulate = 65: ",

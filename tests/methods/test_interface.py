@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -171,3 +172,59 @@ def test_a_pair_resumes_exactly_on_two_ranks(workspace: Path) -> None:
     train("run.name=cut", "--resume")
     assert losses(workspace / "runs" / "cut") == losses(many)
     assert_same_end(many, workspace / "runs" / "cut")
+
+
+# -- stages, and epochs of different lengths ---------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("workspace")
+@pytest.mark.parametrize(("method", "key"), [("forward", "first_epochs"), ("cores2_star", "sieve_epochs")])
+def test_a_stage_does_not_move_when_a_run_is_prolonged(
+    method: str, key: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    common = ["run.name=staged", f"method={{name: {method}}}"]
+    assert run_config("pair.yaml", [*common, "train.epochs=4", "train.max_steps=9"]) == 0
+    capsys.readouterr()
+    assert run_config("pair.yaml", [*common, "train.epochs=9"], resume="auto") == 1
+    assert f"method.{key}: " in capsys.readouterr().err
+    before = {"forward": 2, "cores2_star": 1}[method]
+    assert run_config("pair.yaml", [*common, "train.epochs=9", f"method.{key}={before}"], resume="auto") == 0
+
+
+@pytest.mark.usefixtures("workspace")
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        ("{name: forward, first_epochs: 3}", "method.first_epochs = 3: must be less than train.epochs = 3"),
+        ("{name: cores2_star, sieve_epochs: 5}", "method.sieve_epochs = 5: must be less than train.epochs = 3"),
+        ("{name: dividemix, warmup: 100}", "method.warmup = 100: must be less than train.epochs = 3"),
+    ],
+)
+def test_a_first_stage_that_takes_the_whole_run_is_refused(
+    method: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_config("pair.yaml", ["run.name=refused", f"method={method}"]) != 0
+    assert message in capsys.readouterr().err
+
+
+def test_an_epoch_of_fewer_steps_covers_the_same_part_of_the_schedule(workspace: Path) -> None:
+    """DivideMix: 7 steps in the warm-up; later as many as labelled samples need, at most 16."""
+    words = ["run.name=cosine", "method={name: dividemix}", "optim.schedule=cosine"]
+    assert run_config("pair.yaml", words) == 0
+    lines = [line for line in read_lines(workspace / "runs" / "cosine" / "metrics.jsonl") if line["kind"] == "train"]
+    by_epoch = [[line["lr"] for line in lines if line["epoch"] == epoch] for epoch in range(3)]
+    assert len(by_epoch[0]) == 7
+    for epoch, rates in enumerate(by_epoch):
+        for position, rate in enumerate(rates):
+            share = (epoch + position / len(rates)) / 3
+            assert rate == pytest.approx(0.05 * (1 + math.cos(math.pi * share)) / 2)
+
+
+def test_a_checkpoint_has_one_network(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        run_config("pair.yaml", ["run.name=averaged", "method={name: ce}", "train.ema=0.5", "train.max_steps=4"]) == 0
+    )
+    (checkpoint,) = complete_checkpoints(workspace / "runs" / "averaged")
+    capsys.readouterr()
+    assert main(["eval", str(checkpoint), "--which", "ema"]) == 1
+    assert "is a checkpoint, which has one network" in capsys.readouterr().err

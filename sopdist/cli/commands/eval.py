@@ -151,6 +151,8 @@ def find_network(path: Path, which: str | None) -> tuple[Path, Path]:
     from ...train.saving.saver import BEST, LAST, LAST_AVERAGE
 
     if is_complete(path):
+        if which is not None:
+            raise DataError(f"--which {which}: only for a run; {path} is a checkpoint, which has one network")
         return path.parent.parent, path
     if not (path / CONFIG).is_file():
         raise DataError(f"{path}: neither a run nor a complete checkpoint")

@@ -114,10 +114,10 @@ def find_recipe(recipe: str | Recipe) -> Recipe:
 RECIPES = {
     "cifar10": Recipe(32, "shift", (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010), padding=4),
     "cifar100": Recipe(32, "shift", (0.5071, 0.4867, 0.4408), (0.2675, 0.2565, 0.2761), padding=4),
-    "cifar-plain": Recipe(32, "shift", (0.0,) * 3, (1.0,) * 3, flip=False),
     "clothing1m": Recipe(224, "window", (0.6959, 0.6537, 0.6371), (0.3113, 0.3192, 0.3214), resize=256),
     "webvision": Recipe(227, "window", _IMAGENET_MEAN, _IMAGENET_STD, resize=256),
     "imagenet": Recipe(224, "area", _IMAGENET_MEAN, _IMAGENET_STD, resize=256),
     "fashion-mnist": Recipe(28, "shift", (0.2860,) * 3, (0.3530,) * 3, flip=False, grey=True),
     "digits": Recipe(8, "shift", (0.3053,) * 3, (0.3759,) * 3, flip=False, grey=True),
+    "cifar-plain": Recipe(32, "shift", (0.0,) * 3, (1.0,) * 3, flip=False),
 }
