@@ -36,7 +36,8 @@ def test_every_method_beats_cross_entropy_by_its_margin(tmp_path: Path, monkeypa
     assert main(["prepare", "fashion-mnist", "--out", "shards/fashion-mnist", "--val", "0.9"]) == 0
     methods = ",".join(("ce", *MARGINS))
     options = ["--noise", "sym-0.4-seed0", "--seeds", "1", "--out", "compared"]
-    settings = ["train.epochs=20", "evaluate.every=20", "checkpoint.every=0", "log.wandb=off"]
+    # One thread: on a busy machine, several would mostly wait for each other.
+    settings = ["train.epochs=20", "evaluate.every=20", "checkpoint.every=0", "log.wandb=off", "engine.threads=1"]
     assert main(["compare", "--cfg", "fashion_mnist", "--methods", methods, *options, *settings]) == 0
     (results,) = json.loads((tmp_path / "compared" / "results.json").read_text())["label_sets"]
     accuracy = {row["method"]: row["test"] for row in results["methods"]}
