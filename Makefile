@@ -66,7 +66,7 @@ SHARDS  := results/shards/fashion-mnist
 PAIRS   := 0:6,6:0,2:4,4:2,5:7,7:5,9:7
 METHODS := ce,forward,gce,gce:truncate=0.5,sl,mixup,coteaching:forget=0.36,coteaching_plus:forget=0.36,elr,elr_plus,$\
            dividemix,cores2,cores2_star,sop,sop:consistency=0.9:balance=0.1
-benchmarks: $(READY) ## the accuracy table of docs/methods.md (about 15 minutes on two cores), and the training times
+benchmarks: $(READY) ## the accuracy table of docs/methods.md, and the training times
 	test -d $(SHARDS) || $(BIN)/sopdist prepare fashion-mnist --out $(SHARDS) --val 0.75
 	for split in train val; do test -e $(SHARDS)/$$split/labels/asym-0.4-seed0.npy || $(BIN)/sopdist labels noise \
 		$(SHARDS)/$$split pair --rate 0.4 --pairs $(PAIRS) --name asym-0.4-seed0 || exit 1; done
